@@ -1,0 +1,1 @@
+"""Point-to-point feature streaming from target ranks to draft ranks."""
