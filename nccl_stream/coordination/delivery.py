@@ -449,6 +449,16 @@ class OwnerDelivery:
         return self._closed
 
     @property
+    def error(self) -> str:
+        """Why the owner closed, when that was a failure."""
+        return self._error
+
+    @property
+    def undelivered(self) -> int:
+        """Samples without outcome that no draft has in full."""
+        return self._undelivered
+
+    @property
     def all_settled(self) -> bool:
         return self.books.resident == 0
 

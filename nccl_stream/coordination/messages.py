@@ -20,6 +20,7 @@ __all__ = [
     "GoneNotice",
     "Have",
     "Hello",
+    "Leaving",
     "LinkFailed",
     "LinkOpen",
     "Message",
@@ -188,6 +189,14 @@ class End(Message):
 
 
 @dataclass(frozen=True)
+class Leaving(Message):
+    """Draft to everybody: it takes no more samples and no more part in rounds."""
+
+    KIND: ClassVar[str] = "leaving"
+    cohort: str
+
+
+@dataclass(frozen=True)
 class StopRequest(Message):
     """Anybody to drafts: stop at the next agreed round."""
 
@@ -217,7 +226,7 @@ _KINDS: dict[str, type[Message]] = {
     cls.KIND: cls
     for cls in (
         Hello, GoneNotice, LinkOpen, LinkFailed, Announce, Ready, Refuse, Adopt, Settle, OwnerState, Have, Go, End,
-        StopRequest, Estate, Obituary,
+        Leaving, StopRequest, Estate, Obituary,
     )
 }  # fmt: skip
 

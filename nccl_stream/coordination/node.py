@@ -51,7 +51,10 @@ class NodeHandler(Protocol):
     def on_fatal(self, error: NcclStreamError) -> None: ...
 
     def on_tick(self, documents: ControlStore) -> None:
-        """Steward thread, at least once per heartbeat and soon after :meth:`Node.wake`; may use ``documents``."""
+        """Steward thread, before any mail goes out, at each heartbeat and soon after :meth:`Node.wake`.
+
+        May use ``documents``; what it writes there precedes the mail.
+        """
         ...
 
     def status(self) -> dict[str, Any]: ...
@@ -348,8 +351,12 @@ class Node:
                 hurry, self._hurry_roster = self._hurry_roster, False
             if hurry:
                 self._read_roster(membership)
+            with self._cond:
+                packets = self._mail.packets(self._clock())
+            # Between collecting and sending: what a message refers to is in the store before the message is.
             self._handler.on_tick(documents)
-            self._flush(documents)
+            for peer, text in packets:
+                documents.push(f"inbox/{peer}", text)
             with self._cond:
                 if self._state == "leaving":
                     break
@@ -441,12 +448,6 @@ class Node:
             logger.warning("%s: %s is gone: %s", self.inc, member.label, member.gone)
             self._handler.on_gone(member)
 
-    def _flush(self, documents: ControlStore) -> None:
-        with self._cond:
-            packets = self._mail.packets(self._clock())
-        for peer, text in packets:
-            documents.push(f"inbox/{peer}", text)
-
     def _depart(self, membership: Membership, documents: ControlStore) -> None:
         with self._cond:
             leaving = self._state == "leaving"
@@ -458,7 +459,10 @@ class Node:
         for member in self.members():
             if member.gone is None and member.inc != self.inc:
                 self.send(member.inc, GoneNotice(self.inc))
-        self._flush(documents)
+        with self._cond:
+            packets = self._mail.packets(self._clock())
+        for peer, text in packets:
+            documents.push(f"inbox/{peer}", text)
         roster = membership.read_roster()
         if self.shape.one_launch or not any(m.role == "target" and m.gone is None for m in roster.values()):
             membership.declare_over()
