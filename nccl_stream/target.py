@@ -158,8 +158,8 @@ class Eagle3TargetBackend(ABC):
 class HFEagle3TargetModel(Eagle3TargetBackend):
     """Runs any Hugging Face causal LM in this process and captures the outputs of three decoder layers by hooks.
 
-    Several threads may call it at once, and the model itself too. Layer ``i``'s output equals ``hidden_states[i + 1]`` of a forward with ``output_hidden_states=True`` (except for the
-    last layer, whose entry there is taken after the final norm).
+    Layer ``i``'s output equals ``hidden_states[i + 1]`` of a forward with ``output_hidden_states=True`` (except for the
+    last layer, whose entry there is taken after the final norm). Several threads may call it, and the model, at once.
 
     Args:
         model: A causal LM: called with ``input_ids``, ``attention_mask`` and ``use_cache``, it returns an object with

@@ -101,7 +101,7 @@ class Background:
         def run() -> None:
             try:
                 self._value = function()
-            except BaseException as error:
+            except BaseException as error:  # noqa: BLE001 - raised again by result()
                 self._error = error
 
         self._thread = threading.Thread(target=run, daemon=True)

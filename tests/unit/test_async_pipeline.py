@@ -237,13 +237,13 @@ def test_sources_failure_reaches_both_sides(rig):
 
 def test_context_shows_the_producers_own_error(rig):
     rig.target.on_forward = lambda n: 1 / 0
-    with pytest.raises(ZeroDivisionError), rig.pipeline(prompts(1)):
+    with pytest.raises(ZeroDivisionError), rig.pipeline(prompts(1)):  # noqa: PT012
         list(rig.loader())
 
 
 def test_context_does_not_hide_the_trainers_error(rig, caplog):
     rig.target.on_forward = lambda n: 1 / 0
-    with pytest.raises(IndexError), rig.pipeline(prompts(1)) as pipeline:
+    with pytest.raises(IndexError), rig.pipeline(prompts(1)) as pipeline:  # noqa: PT012
         pipeline.join(DEADLINE_S)
         raise IndexError("trainer")
     assert "ZeroDivisionError" in caplog.text

@@ -25,6 +25,8 @@ from nccl_stream.refs import FeatureAlgorithm
 from nccl_stream.stores.local import LocalFeatureStore
 from nccl_stream.target import Eagle3TargetBatch
 
+PACKING = ("position_ids", "seq_lens", "doc_remaining")
+
 
 class Rig:
     """A store, a queue on a clock that only moves by hand, and a producer."""
@@ -146,7 +148,7 @@ def test_loader_waits_for_a_lease_that_another_consumer_may_fail(rig, documented
 def test_trainer_that_raises_inside_the_context_gets_the_sample_again(rig, documented_only):
     rig.fill(2)
     queue = DocumentedQueue(rig.queue) if documented_only else rig.queue
-    with pytest.raises(ZeroDivisionError), FeatureDataLoader(queue, rig.store) as loader:
+    with pytest.raises(ZeroDivisionError), FeatureDataLoader(queue, rig.store) as loader:  # noqa: PT012
         for batch in loader:
             if fill_of(batch) == 2:
                 raise ZeroDivisionError
@@ -163,7 +165,7 @@ def test_trainer_that_raises_inside_the_context_gets_the_sample_again(rig, docum
 def test_interrupt_hands_the_sample_back_without_counting_a_delivery():
     rig = Rig(max_redeliveries=0)
     rig.fill(1)
-    with pytest.raises(KeyboardInterrupt), FeatureDataLoader(rig.queue, rig.store) as loader:
+    with pytest.raises(KeyboardInterrupt), FeatureDataLoader(rig.queue, rig.store) as loader:  # noqa: PT012
         next(loader)
         raise KeyboardInterrupt
     assert rig.queue.dead_letters() == []
@@ -258,7 +260,7 @@ def test_raw_acquire_expires_although_a_loader_lives():
 def test_ref_of_another_algorithm_raises_and_stays_in_the_queue(rig):
     rig.fill(1)
     loader = FeatureDataLoader(rig.queue, rig.store, algorithm=FeatureAlgorithm.DFLASH)
-    with pytest.raises(ValueError, match="dflash.*eagle3"):
+    with pytest.raises(ValueError, match=r"dflash.*eagle3"):
         next(loader)
     assert (rig.queue.pending_count(), rig.queue.outstanding_count(), rig.resident) == (1, 0, 1)
 
@@ -284,7 +286,7 @@ def test_ref_with_a_bad_schema_raises_once_and_is_gone_with_its_bytes(rig, chang
     rig.queue.put(bad_schema_ref(rig, **changes))
     rig.fill(1)
     loader = FeatureDataLoader(rig.queue, rig.store)
-    with pytest.raises(ValueError, match="EAGLE|eagle|supervision|version|pack"):
+    with pytest.raises(ValueError, match=r"supervision|version|pack"):
         next(loader)
     assert (rig.queue.pending_count(), rig.queue.outstanding_count(), rig.resident) == (1, 0, 1)
     assert [fill_of(batch) for batch in loader] == [1]
@@ -336,7 +338,7 @@ def test_step_mode_brings_the_samples_of_an_unfinished_accumulation_again(rig):
     """Field scenario: micro-batches acked before their optimizer step are lost when the trainer dies."""
     rig.fill(6)
     loader = FeatureDataLoader(rig.queue, rig.store, ack="step")
-    with pytest.raises(ZeroDivisionError), loader:
+    with pytest.raises(ZeroDivisionError), loader:  # noqa: PT012
         for number, _batch in enumerate(loader, start=1):
             if number == 2:
                 loader.step()
@@ -367,9 +369,7 @@ def test_step_mode_ends_with_samples_in_hand_and_close_returns_them(rig):
 
 
 def test_padding_lease_becomes_a_harmless_batch_that_touches_no_store(rig):
-    template = bad_schema_ref(
-        rig, extra=dict(zip(("position_ids", "seq_lens", "doc_remaining"), packed_prompt([5, 3])[3:]))
-    )
+    template = bad_schema_ref(rig, extra=dict(zip(PACKING, packed_prompt([5, 3])[3:], strict=True)))
     rig.store.discard(template)
 
     class PaddingQueue:

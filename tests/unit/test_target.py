@@ -163,8 +163,12 @@ def test_threads_that_share_a_model_get_their_own_hidden_states(model):
     inside = threading.Barrier(2, timeout=30)
     prompts = [random_prompt(1, 6), random_prompt(3, 6)]
     expected = [target.generate_batch(*prompt).aux_hidden_states for prompt in prompts]
+
+    def meet(*_: object) -> None:
+        inside.wait()
+
     # Both threads have their hooks in place before either runs a layer.
-    handle = model.get_input_embeddings().register_forward_pre_hook(lambda *_: [inside.wait()] and None)
+    handle = model.get_input_embeddings().register_forward_pre_hook(meet)
     try:
         calls = [Background(lambda prompt=prompt: target.generate_batch(*prompt)) for prompt in prompts]
         batches = [call.result() for call in calls]
