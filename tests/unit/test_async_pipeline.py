@@ -237,7 +237,7 @@ def test_sources_failure_reaches_both_sides(rig):
 
 def test_context_shows_the_producers_own_error(rig):
     rig.target.on_forward = lambda n: 1 / 0
-    with pytest.raises(ZeroDivisionError), rig.pipeline(prompts(1)):  # noqa: PT012
+    with pytest.raises(ZeroDivisionError), rig.pipeline(prompts(1)):
         list(rig.loader())
 
 

@@ -166,6 +166,39 @@ def test_sample_that_can_never_fit_raises_at_once_and_says_what_would_do():
     assert not caught.value.can_wait
 
 
+def test_store_without_a_way_to_wait_is_asked_again_but_not_about_the_impossible():
+    class Refusing(LocalFeatureStore):
+        wait_for_room = None
+        num_puts = 0
+
+        def put(self, *args, **kwargs):
+            self.num_puts += 1
+            if self.num_puts <= 2:
+                raise CapacityError("refused", can_wait=self.can_wait)
+            return super().put(*args, **kwargs)
+
+    store = Refusing()
+    store.can_wait = True
+    producer_for(store).produce(*prompt(1), abort_when=lambda: False)
+    assert store.num_puts == 3
+    store = Refusing()
+    store.can_wait = False
+    with pytest.raises(CapacityError):
+        producer_for(store).produce(*prompt(1), abort_when=lambda: False)
+    assert store.num_puts == 1
+
+
+def test_bare_memory_error_is_not_waited_for():
+    """It may be the machine that is out of memory, not the store."""
+
+    class Exhausted(LocalFeatureStore):
+        def put(self, *args, **kwargs):
+            raise MemoryError
+
+    with pytest.raises(MemoryError):
+        producer_for(Exhausted()).produce(*prompt(1), abort_when=lambda: False)
+
+
 def test_spec_drift_evicts_the_sample_and_raises(store):
     class Drifting(LocalFeatureStore):
         def put(self, sample_id, tensors, **kwargs):
