@@ -11,7 +11,7 @@ cache when the draft has run j tokens ahead.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -118,17 +118,10 @@ class Eagle3Draft(nn.Module):
             The weighted mean of the steps' soft cross entropies, and the share of supervised slots of step 0 where
             draft and target have the same most likely token (detached).
         """
-        ids, slots = input_ids, input_ids.shape[1]
-        hidden = self.fuse(aux_hidden_states.float())
-        chain = ChainedAttention(attention_mask)
-        target = target_logits.float().softmax(-1)
-        mask = loss_mask.float()
-        positions = torch.arange(slots, device=ids.device)
-        total, weights = hidden.new_zeros(()), 0.0
-        agreement = hidden.new_zeros(())
-        for step in range(self.config.ttt_steps):
-            hidden = self.layer(ids, hidden, positions + step, chain)
-            logits = self.logits(hidden)
+        target, mask = target_logits.float().softmax(-1), loss_mask.float()
+        total, weights = target.new_zeros(()), 0.0
+        agreement = target.new_zeros(())
+        for step, logits in enumerate(self.unroll(aux_hidden_states, input_ids, attention_mask)):
             supervised = mask.sum().clamp(min=1.0)
             entropy = -(target * logits.log_softmax(-1)).sum(-1)
             total = total + STEP_DECAY**step * (entropy * mask).sum() / supervised
@@ -136,8 +129,21 @@ class Eagle3Draft(nn.Module):
             if step == 0:
                 same = (logits.argmax(-1) == target.argmax(-1)).float()
                 agreement = ((same * mask).sum() / supervised).detach()
-            ids, target, mask = shift_left(ids), shift_left(target), shift_left(mask)
+            target, mask = shift_left(target), shift_left(mask)
         return total / weights, agreement
+
+    def unroll(self, aux_hidden_states: Tensor, input_ids: Tensor, attention_mask: Tensor) -> Iterator[Tensor]:
+        """The logits ``[batch, slots, vocabulary]`` of one training-time-test step after the other.
+
+        Those of step j at slot t are for the token j + 2 positions after t.
+        """
+        hidden, ids = self.fuse(aux_hidden_states.float()), input_ids
+        chain = ChainedAttention(attention_mask)
+        positions = torch.arange(ids.shape[1], device=ids.device)
+        for step in range(self.config.ttt_steps):
+            hidden = self.layer(ids, hidden, positions + step, chain)
+            yield self.logits(hidden)
+            ids = shift_left(ids)
 
 
 class ChainedAttention:
