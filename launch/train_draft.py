@@ -31,8 +31,8 @@ from _text import ASSETS, Windows, held_out_prompts, load_tokens
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-ARENA_SAMPLES = 4  # receive slots per owner: one in use, one ready, two on their way
-SAMPLE_SLACK_BYTES = 4096  # header and alignment of a sample's features
+ARENA_SAMPLES = 8  # receive memory of a draft rank: one sample in use, the others ready or on their way
+RESIDENT_SAMPLES = 8  # per draft rank, how far a target may run ahead
 REPORT_TIMEOUT_S = 60.0
 Group = Any  # a torch.distributed process group
 
@@ -72,6 +72,18 @@ def pick_device(wanted: str) -> torch.device:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
+
+
+def num_drafts(arguments: argparse.Namespace) -> int:
+    """How many ranks of this launch train the draft."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    drafts = world if arguments.colocated else world - arguments.num_targets
+    if drafts < 1:
+        raise SystemExit(
+            f"{world} ranks leave none for the draft beside {arguments.num_targets} targets: start "
+            f"`torchrun --nproc-per-node {arguments.num_targets + 1}` or more, or pass --colocated"
+        )
+    return drafts
 
 
 class Trainer:
@@ -218,12 +230,15 @@ def run_colocated(arguments: argparse.Namespace, target: Target, dataset: Window
 def run_streamed(arguments: argparse.Namespace, target: Target, dataset: Windows, prompts: list[Tensor]) -> None:
     import nccl_stream
 
-    sample_bytes = target.sample_bytes(arguments.batch, arguments.seq_len) + SAMPLE_SLACK_BYTES
+    sample_bytes = target.sample_bytes(arguments.batch, arguments.seq_len)
+    sizes = nccl_stream.StreamConfig(max_sample_bytes=sample_bytes)
     config = nccl_stream.StreamConfig(
-        arena_bytes=ARENA_SAMPLES * arguments.num_targets * sample_bytes,
         max_sample_bytes=sample_bytes,
+        arena_bytes=ARENA_SAMPLES * sizes.slot_bytes(),
+        max_bytes=RESIDENT_SAMPLES * num_drafts(arguments) * sample_bytes,
         assignment=arguments.assignment,
         end=arguments.end,
+        device=str(target.model.device),
     )
     board = ReportBoard(arguments.run_id)
     trainer: Trainer | None = None
@@ -264,14 +279,8 @@ def main() -> None:
     target = Target.load(arguments.target, device)
     train_tokens, held_out = load_tokens(arguments.text, target.tokenizer)
     prompts = held_out_prompts(held_out, arguments.eval_prompts, length=min(64, arguments.seq_len))
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    num_drafts = world if arguments.colocated else world - arguments.num_targets
-    if num_drafts < 1:
-        raise SystemExit(
-            f"{world} ranks leave none for the draft beside {arguments.num_targets} targets: start "
-            f"`torchrun --nproc-per-node {arguments.num_targets + 1}` or more, or pass --colocated"
-        )
-    dataset = Windows(train_tokens, arguments.steps * num_drafts, arguments.batch, arguments.seq_len, arguments.seed)
+    samples = arguments.steps * num_drafts(arguments)
+    dataset = Windows(train_tokens, samples, arguments.batch, arguments.seq_len, arguments.seed)
     run = run_colocated if arguments.colocated else run_streamed
     run(arguments, target, dataset, prompts)
 
