@@ -14,8 +14,8 @@ from nccl_stream.errors import MisuseError
 
 __all__ = ["Arrival", "EdgeQueue", "JoinedItem", "StreamItems", "shorten"]
 
-# Items. Ids of released items are remembered this long, so that a repeated message is recognised as such; to remember
-# all of them would grow with the stream.
+# Items. Ids of released items are remembered at least this long, so that a repeated message is recognised as such; to
+# remember all of them would grow with the stream.
 REMEMBERED_ITEMS = 4096
 # Edges. This many of those handed out last are recognised when they are given back.
 REMEMBERED_EDGES = 16
@@ -29,6 +29,10 @@ class Arrival(enum.Enum):
     TAKEN = enum.auto()
     UNKNOWN = enum.auto()
     REPEATED = enum.auto()
+
+
+# Looked up once: this is on the path of every item, and reading a member of an enum class is slow.
+_TAKEN = Arrival.TAKEN
 
 
 class JoinedItem(NamedTuple):
@@ -66,21 +70,29 @@ class StreamItems:
         self.available = 0
         self.released = 0
         self.awaited_since = clock()
-        self._index_of: dict[Hashable, int] = {}
-        self._ids_in_order: deque[Hashable] = deque()
+        self._index_of: dict[Hashable, int] = {}  # in registration order
+        self._forgotten = 0
         self._joined: dict[int, JoinedItem] = {}
         self._arrived: dict[int, Any] = {}
 
     def __len__(self) -> int:
         return len(self._arrived)
 
+    @property
+    def num_known(self) -> int:
+        """How many ids are remembered."""
+        return len(self._index_of)
+
     def register(self, tensor_id: Hashable) -> None:
         """Append one item. Raises MisuseError for an id that is known."""
-        if tensor_id in self._index_of:
+        index = self.registered
+        if self._index_of.setdefault(tensor_id, index) != index:
             raise MisuseError(f"{self._name}: id {tensor_id!r} is registered already")
-        self._index_of[tensor_id] = self.registered
-        self._ids_in_order.append(tensor_id)
-        self._count(1)
+        if self.available == index:
+            # Nothing was awaited before: the wait for this item begins now.
+            self.awaited_since = self._clock()
+        self.registered = index + 1
+        self.num_pieces += 1
 
     def register_joined(self, tensor_ids: tuple[Hashable, ...]) -> None:
         """Append one item of several pieces. Raises MisuseError for an id that is known or listed twice."""
@@ -89,10 +101,13 @@ class StreamItems:
         known = [tensor_id for tensor_id in tensor_ids if tensor_id in self._index_of]
         if known:
             raise MisuseError(f"{self._name}: registered already: {shorten(known)}")
-        self._index_of.update(dict.fromkeys(tensor_ids, self.registered))
-        self._ids_in_order.extend(tensor_ids)
-        self._joined[self.registered] = JoinedItem(self.registered, tensor_ids, {})
-        self._count(len(tensor_ids))
+        index = self.registered
+        self._index_of.update(dict.fromkeys(tensor_ids, index))
+        self._joined[index] = JoinedItem(index, tensor_ids, {})
+        if self.available == index:
+            self.awaited_since = self._clock()
+        self.registered = index + 1
+        self.num_pieces += len(tensor_ids)
 
     def offer(self, tensor_id: Hashable, item: Any) -> Arrival | JoinedItem:
         """Take an item or a piece.
@@ -105,18 +120,10 @@ class StreamItems:
             return Arrival.UNKNOWN
         if index < self.available or index in self._arrived:
             return Arrival.REPEATED
-        joined = self._joined.get(index) if self._joined else None
-        if joined is None:
-            self._arrive(index, item)
-            return Arrival.TAKEN
-        if tensor_id in joined.pieces:
-            return Arrival.REPEATED
-        joined.pieces[tensor_id] = item
-        if len(joined.pieces) == len(joined.tensor_ids):
-            return joined
-        if index == self.available:
-            self.awaited_since = self._clock()
-        return Arrival.TAKEN
+        if self._joined and index in self._joined:
+            return self._offer_piece(self._joined[index], tensor_id, item)
+        self._arrive(index, item)
+        return _TAKEN
 
     def complete(self, joined: JoinedItem, item: Any) -> None:
         """The pieces of ``joined`` are now ``item``. Without effect after :meth:`clear`."""
@@ -133,24 +140,20 @@ class StreamItems:
 
     def between(self, start: int, stop: int) -> list[Any]:
         """The items ``start`` to ``stop``, all available and not released."""
-        arrived = self._arrived
-        return [arrived[index] for index in range(start, stop)]
+        return list(map(self._arrived.__getitem__, range(start, stop)))
 
     def release(self, keep_from: int) -> list[Any]:
         """Give up everything below ``keep_from`` and return it."""
-        take = self._arrived.pop
-        released = [take(index) for index in range(self.released, keep_from)]
+        released = list(map(self._arrived.pop, range(self.released, keep_from)))
         self.released = max(self.released, keep_from)
-        ids, index_of = self._ids_in_order, self._index_of
-        forget_below = self.released - REMEMBERED_ITEMS
-        while ids and index_of[ids[0]] < forget_below:
-            del index_of[ids.popleft()]
+        forgettable = self.released - REMEMBERED_ITEMS - self._forgotten
+        if forgettable > REMEMBERED_ITEMS and forgettable > len(self._index_of) // 4:
+            self._forget()
         return released
 
     def missing_ids(self) -> Iterator[Hashable]:
         """The ids that were registered and did not arrive, in order. Linear; for messages."""
-        for tensor_id in self._ids_in_order:
-            index = self._index_of[tensor_id]
+        for tensor_id, index in self._index_of.items():
             if index < self.available or index in self._arrived:
                 continue
             joined = self._joined.get(index)
@@ -162,16 +165,20 @@ class StreamItems:
         held = list(self._arrived.values())
         for joined in self._joined.values():
             held.extend(joined.pieces.values())
-        for table in (self._arrived, self._joined, self._index_of, self._ids_in_order):
-            table.clear()
+        self._arrived.clear()
+        self._joined.clear()
+        self._index_of.clear()
         return held
 
-    def _count(self, num_pieces: int) -> None:
-        if self.available == self.registered:
-            # Nothing was awaited before: the wait for this item begins now.
+    def _offer_piece(self, joined: JoinedItem, tensor_id: Hashable, piece: Any) -> Arrival | JoinedItem:
+        if tensor_id in joined.pieces:
+            return Arrival.REPEATED
+        joined.pieces[tensor_id] = piece
+        if len(joined.pieces) == len(joined.tensor_ids):
+            return joined
+        if joined.item_index == self.available:
             self.awaited_since = self._clock()
-        self.registered += 1
-        self.num_pieces += num_pieces
+        return Arrival.TAKEN
 
     def _arrive(self, index: int, item: Any) -> None:
         arrived = self._arrived
@@ -182,6 +189,11 @@ class StreamItems:
                 index += 1
             self.available = index
             self.awaited_since = self._clock()
+
+    def _forget(self) -> None:
+        # One pass over the table drops a fixed share of it, so that the cost per item is constant.
+        self._forgotten = self.released - REMEMBERED_ITEMS
+        self._index_of = {tensor_id: index for tensor_id, index in self._index_of.items() if index >= self._forgotten}
 
 
 class EdgeQueue:

@@ -11,26 +11,18 @@ A policy of one's own is one class with one method::
     class GrowingChunkPolicy(ChunkPolicy):
         first: int
 
-        def next_span(self, delivered: int, chunk_index: int) -> ChunkSpan:
-            return ChunkSpan(delivered, delivered + self.first * 2**chunk_index)
+        def next_span(self, delivered: int, chunk_index: int) -> tuple[int, int]:
+            return delivered, delivered + self.first * 2**chunk_index
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from nccl_stream.errors import MisuseError
 
-__all__ = ["ChunkPolicy", "ChunkSpan", "FixedChunkPolicy", "LeftContextChunkPolicy", "SlidingWindowChunkPolicy"]
-
-
-class ChunkSpan(NamedTuple):
-    """The items ``start`` to ``stop`` (exclusive) of a run, counted from the beginning of the run."""
-
-    start: int
-    stop: int
+__all__ = ["ChunkPolicy", "FixedChunkPolicy", "LeftContextChunkPolicy", "SlidingWindowChunkPolicy"]
 
 
 class ChunkPolicy(ABC):
@@ -44,8 +36,10 @@ class ChunkPolicy(ABC):
     continue_after_done: bool = False
 
     @abstractmethod
-    def next_span(self, delivered: int, chunk_index: int) -> ChunkSpan:
-        """The span of the next chunk of a run. It is ready once ``stop`` items of the run are available.
+    def next_span(self, delivered: int, chunk_index: int) -> tuple[int, int]:
+        """The items ``start`` to ``stop`` (exclusive) of the next chunk, counted from the beginning of its run.
+
+        The chunk is ready once ``stop`` items of the run are available.
 
         Must be pure: the same arguments give the same span, and nothing is changed. Called once per chunk, by the
         thread that pops.
@@ -55,8 +49,8 @@ class ChunkPolicy(ABC):
             chunk_index: how many chunks of the run were popped.
 
         Returns:
-            A span with ``start <= delivered < stop``. Over the chunks of a run ``start`` never decreases: the items
-            before it are given up.
+            ``(start, stop)`` with ``start <= delivered < stop``. Over the chunks of a run ``start`` never decreases:
+            the items before it are given up.
         """
 
 
@@ -78,8 +72,8 @@ class FixedChunkPolicy(ChunkPolicy):
     def __post_init__(self) -> None:
         _require_at_least("chunk_size", self.chunk_size, 1)
 
-    def next_span(self, delivered: int, chunk_index: int) -> ChunkSpan:
-        return ChunkSpan(delivered, delivered + self.chunk_size)
+    def next_span(self, delivered: int, chunk_index: int) -> tuple[int, int]:
+        return delivered, delivered + self.chunk_size
 
 
 @dataclass(frozen=True)
@@ -103,10 +97,10 @@ class SlidingWindowChunkPolicy(ChunkPolicy):
         if self.stride > self.window:
             raise MisuseError(f"stride must be at most window ({self.window}), or items are skipped: {self.stride}")
 
-    def next_span(self, delivered: int, chunk_index: int) -> ChunkSpan:
+    def next_span(self, delivered: int, chunk_index: int) -> tuple[int, int]:
         if delivered == 0:
-            return ChunkSpan(0, self.window)
-        return ChunkSpan(max(0, delivered - self.window + self.stride), delivered + self.stride)
+            return 0, self.window
+        return max(0, delivered - self.window + self.stride), delivered + self.stride
 
 
 @dataclass(frozen=True)
@@ -131,8 +125,8 @@ class LeftContextChunkPolicy(ChunkPolicy):
         _require_at_least("chunk", self.chunk, 1)
         _require_at_least("left_context", self.left_context, 0)
 
-    def next_span(self, delivered: int, chunk_index: int) -> ChunkSpan:
-        return ChunkSpan(max(0, delivered - self.left_context), delivered + self.chunk)
+    def next_span(self, delivered: int, chunk_index: int) -> tuple[int, int]:
+        return max(0, delivered - self.left_context), delivered + self.chunk
 
 
 def _require_at_least(name: str, value: int, minimum: int) -> None:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nccl_stream._stream_items import Arrival, EdgeQueue, JoinedItem, StreamItems, shorten
-from nccl_stream.chunk_policy import ChunkPolicy, ChunkSpan
+from nccl_stream.chunk_policy import ChunkPolicy
 from nccl_stream.errors import ClosedError, MisuseError, PeerTimeoutError, ProducerFailedError
 from nccl_stream.stream_chunk import StreamChunk, StreamChunkInfo, StreamingEdge, StreamStatistics, collate
 
@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 # Seconds. Far above a transfer or a producer's step; a stream that stands still for so long has lost an item.
 DEFAULT_ARRIVAL_TIMEOUT = 600.0
+_TAKEN = Arrival.TAKEN
 
 
 class _Run(NamedTuple):
@@ -118,8 +119,8 @@ class StreamBuffer:
         self._runs: deque[_Run] = deque()
         self._run_start = 0
         self._run_chunks = 0
-        self._first_span = self._span_of_run(delivered=0, chunk_index=0, keep_from=0)
-        self._next = self._first_span
+        self._next = self._span_of_run(delivered=0, chunk_index=0, keep_from=0)
+        self._first_stop = self._next[1]
         self._delivered = 0
         self._context = 0
         self._chunks_popped = 0
@@ -163,7 +164,8 @@ class StreamBuffer:
         with self._lock:
             self._require_registrable(1)
             self._items.register(tensor_id)
-            self._extend_runs(walk)
+            if self.walk_tagged or not self._runs:
+                self._extend_runs(walk)
             self._wake()
 
     def pre_read_register_joined(self, tensor_ids: Sequence[Hashable], walk: str | None = None) -> None:
@@ -189,7 +191,8 @@ class StreamBuffer:
         with self._lock:
             self._require_registrable(len(ids))
             self._items.register_joined(ids)
-            self._extend_runs(walk)
+            if self.walk_tagged or not self._runs:
+                self._extend_runs(walk)
             self._wake()
 
     def put(self, tensor_id: Hashable, item: Any) -> None:
@@ -207,11 +210,13 @@ class StreamBuffer:
         """
         with self._lock:
             outcome = self._items.offer(tensor_id, item)
-            if outcome is not Arrival.TAKEN and not isinstance(outcome, JoinedItem):
-                self._drop(tensor_id, outcome)
             self._wake()
-        if isinstance(outcome, JoinedItem):
-            self._join(outcome, tensor_id)
+            if outcome is _TAKEN:
+                return
+            if isinstance(outcome, Arrival):
+                self._drop(tensor_id, outcome)
+                return
+        self._join(outcome, tensor_id)
 
     def signal_done(self, num_items: int = 0) -> None:
         """The producer sends nothing after the ``num_items`` pieces it sent in total.
@@ -273,7 +278,7 @@ class StreamBuffer:
             if self._chunks_popped:
                 raise MisuseError(f"{self._name}: context can only be primed before the first chunk is popped")
             self._context = context_items
-            self._next = ChunkSpan(0, context_items + self._first_span.stop)
+            self._next = (0, context_items + self._first_stop)
             self._wake()
 
     def has_chunk_ready(self, consumer_walk: str | None = None) -> bool:
@@ -336,14 +341,15 @@ class StreamBuffer:
                 span = self._ready_span()
                 if span is None:
                     raise self._why_not_ready()
-                if span.start == span.stop:
-                    return self._deliver_nothing(span)
-                items = self._items.between(*span)
+                start, stop = span
+                if start == stop:
+                    return self._deliver_nothing(stop)
+                items = self._items.between(start, stop)
             # Stacking may copy gigabytes and the policy may be the caller's: puts go on meanwhile.
-            data = collate(items) if all(isinstance(item, torch.Tensor) for item in items) else items
-            following = self._span_of_run(span.stop, self._run_chunks + 1, self._next.start)
+            data = _chunk_data(items)
+            following = self._span_of_run(stop, self._run_chunks + 1, self._next[0])
             with self._lock:
-                return self._deliver(span, following, data)
+                return self._deliver(start, stop, following, data)
 
     def store_uningested_edge(self, streaming_edge: Any) -> None:
         """Keep an edge that its consumer could not take yet.
@@ -384,6 +390,7 @@ class StreamBuffer:
                 available_items=self._items.available,
                 delivered_items=self._delivered,
                 retained_items=len(self._items),
+                known_ids=self._items.num_known,
                 chunks=self._chunks_popped,
                 dropped_unknown=self._dropped[Arrival.UNKNOWN],
                 dropped_repeated=self._dropped[Arrival.REPEATED],
@@ -403,7 +410,7 @@ class StreamBuffer:
 
     def _extend_runs(self, walk: str | None) -> None:
         """Note the walk of the item that was just registered."""
-        if self._runs and (not self.walk_tagged or walk == self._runs[-1].walk):
+        if self._runs and walk == self._runs[-1].walk:
             return
         start = self._items.registered - 1
         self._runs.append(_Run(walk if self.walk_tagged else None, start))
@@ -446,7 +453,7 @@ class StreamBuffer:
         span = self._ready_span()
         if span is not None:
             # An empty chunk runs under no walk, so it is ready for all.
-            walk = self._runs[0].walk if span.start < span.stop else None
+            walk = self._runs[0].walk if span[0] < span[1] else None
             return consumer_walk is None or walk is None or walk == consumer_walk
         if not self._ended and (self._failure is not None or self._until_overdue() <= 0):
             return True
@@ -454,17 +461,19 @@ class StreamBuffer:
             self._maybe_ready = False
         return False
 
-    def _ready_span(self) -> ChunkSpan | None:
+    def _ready_span(self) -> tuple[int, int] | None:
         """The chunk that a pop would return now; empty when all is delivered and only the end is still to be told."""
         if self._ended:
             goes_on = self.policy.continue_after_done and not self._closed
-            return ChunkSpan(self._delivered, self._delivered) if goes_on else None
-        another_run_follows = len(self._runs) > 1
-        run_stop = self._runs[1].start if another_run_follows else self._items.registered
-        if self._next.stop <= min(self._items.available, run_stop):
+            return (self._delivered, self._delivered) if goes_on else None
+        items, runs = self._items, self._runs
+        another_run_follows = len(runs) > 1
+        run_stop = runs[1].start if another_run_follows else items.registered
+        stop = self._next[1]
+        if stop <= run_stop and stop <= items.available:
             return self._next
-        if self._items.available >= run_stop and (another_run_follows or self._is_complete()):
-            return ChunkSpan(self._next.start if self._delivered < run_stop else run_stop, run_stop)
+        if items.available >= run_stop and (another_run_follows or self._is_complete()):
+            return (self._next[0] if self._delivered < run_stop else run_stop, run_stop)
         return None
 
     def _is_complete(self) -> bool:
@@ -500,56 +509,54 @@ class StreamBuffer:
 
     # Delivery.
 
-    def _span_of_run(self, delivered: int, chunk_index: int, keep_from: int) -> ChunkSpan:
+    def _span_of_run(self, delivered: int, chunk_index: int, keep_from: int) -> tuple[int, int]:
         """The policy's next span, checked and in indices of the stream."""
-        start, stop = self.policy.next_span(delivered - self._run_start, chunk_index)
-        span = ChunkSpan(self._run_start + start, self._run_start + stop)
-        if not keep_from <= span.start <= delivered < span.stop:
+        run_start = self._run_start
+        start, stop = self.policy.next_span(delivered - run_start, chunk_index)
+        start, stop = start + run_start, stop + run_start
+        if not keep_from <= start <= delivered < stop:
             raise MisuseError(
-                f"{self._name}: {self.policy!r} spans {span.start} to {span.stop}, but {delivered} items are "
-                f"delivered and those before {keep_from} are released"
+                f"{self._name}: {self.policy!r} spans {start} to {stop}, but {delivered} items are delivered and those "
+                f"before {keep_from} are released"
             )
-        return span
+        return start, stop
 
-    def _deliver(self, span: ChunkSpan, following: ChunkSpan, data: Any) -> StreamChunk:
-        """Move on past ``span``; ``following`` is where the next full chunk of the run would be."""
-        num_items = span.stop - span.start
-        context_items = min(max(self._delivered + self._context - span.start, 0), num_items)
+    def _deliver(self, start: int, stop: int, following: tuple[int, int], data: Any) -> StreamChunk:
+        """Move on past ``stop``; ``following`` is where the next full chunk of the run would be."""
+        context_items = min(max(self._delivered + self._context - start, 0), stop - start)
         self._context = 0
-        self._delivered = span.stop
+        self._delivered = stop
         self._run_chunks += 1
-        if span.stop == self._items.registered and self._is_complete():
-            keep_from = span.stop
+        keep_from = stop
+        if stop == self._items.registered and self._is_complete():
             self._ended = True
-        elif len(self._runs) > 1 and span.stop == self._runs[1].start:
-            keep_from = span.stop
+        elif len(self._runs) > 1 and stop == self._runs[1].start:
             self._enter_next_run()
         else:
-            keep_from = following.start
             self._next = following
-        return self._chunk(data, span, context_items, keep_from)
+            keep_from = following[0]
+        return self._chunk(data, start, stop - start, context_items, keep_from)
 
-    def _deliver_nothing(self, span: ChunkSpan) -> StreamChunk:
+    def _deliver_nothing(self, position: int) -> StreamChunk:
         self._ended = True
-        return self._chunk(None, span, 0, span.stop)
+        return self._chunk(None, position, 0, 0, keep_from=position)
 
-    def _chunk(self, data: Any, span: ChunkSpan, context_items: int, keep_from: int) -> StreamChunk:
+    def _chunk(self, data: Any, start: int, num_items: int, context_items: int, keep_from: int) -> StreamChunk:
         released = self._items.release(keep_from)
+        is_final = False
         if self._ended:
             self._items.clear()
-        is_final = self._ended and not self.policy.continue_after_done
+            is_final = not self.policy.continue_after_done
         chunk_index = self._chunks_popped
-        self._chunks_popped += 1
+        self._chunks_popped = chunk_index + 1
         self._wake()
-        return StreamChunk(
-            {"data": data}, chunk_index, span.start, is_final, context_items, span.stop - span.start, released
-        )
+        return StreamChunk({"data": data}, chunk_index, start, is_final, context_items, num_items, released)
 
     def _enter_next_run(self) -> None:
         self._runs.popleft()
         self._run_start = self._runs[0].start
         self._run_chunks = 0
-        self._next = ChunkSpan(self._run_start, self._run_start + self._first_span.stop)
+        self._next = (self._run_start, self._run_start + self._first_stop)
 
     # Messages.
 
@@ -570,3 +577,11 @@ class StreamBuffer:
             return names
         promised = f"{unregistered} that were promised and never registered"
         return f"{names}, and {promised}" if names else promised
+
+
+def _chunk_data(items: list[Any]) -> Any:
+    return collate(items) if all(map(_is_tensor, items)) else items
+
+
+def _is_tensor(item: object) -> bool:
+    return isinstance(item, torch.Tensor)

@@ -84,6 +84,7 @@ class StreamStatistics:
         available_items: items that arrived with all items before them.
         delivered_items: items handed out at least once.
         retained_items: items that arrived and are not released.
+        known_ids: ids that a put or a registration is compared with.
         chunks: chunks popped.
         dropped_unknown: puts of ids that were not registered, or were released long ago.
         dropped_repeated: puts of ids that had arrived.
@@ -95,6 +96,7 @@ class StreamStatistics:
     available_items: int
     delivered_items: int
     retained_items: int
+    known_ids: int
     chunks: int
     dropped_unknown: int
     dropped_repeated: int
