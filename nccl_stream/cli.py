@@ -6,9 +6,8 @@ import argparse
 import signal
 import sys
 import threading
-from datetime import timedelta
 
-import torch.distributed as dist
+from nccl_stream.coordination.kv import tcp_store
 
 __all__ = ["main"]
 
@@ -26,16 +25,15 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _keep_store(host: str, port: int) -> int:
     try:
-        store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
+        store = tcp_store(host, port, serve=True, timeout=30.0)
     except RuntimeError as exc:
         sys.stderr.write(f"nccl-stream store: cannot listen on {host}:{port}: {str(exc).splitlines()[0]}\n")
         return 1
+    bound: int = store.port  # type: ignore[attr-defined]  # torch's stubs leave it out
     done = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: done.set())
-    sys.stdout.write(
-        f"nccl-stream store: tcp://{host}:{store.port} (no authentication: keep it on a private network)\n"
-    )
+    sys.stdout.write(f"nccl-stream store: tcp://{host}:{bound} (no authentication: keep it on a private network)\n")
     sys.stdout.flush()
     while not done.wait(1.0):
         pass

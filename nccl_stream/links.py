@@ -17,6 +17,7 @@ from typing import Protocol
 
 import torch
 
+from nccl_stream.coordination.kv import clone_store
 from nccl_stream.coordination.membership import Member
 from nccl_stream.coordination.messages import LinkFailed, LinkOpen
 from nccl_stream.coordination.node import Node
@@ -213,7 +214,7 @@ class Links:
             self._node.send(peer.inc, LinkOpen(gen))
         try:
             link = open_link(
-                self._node.store.clone(),
+                clone_store(self._node.store),
                 f"{self._node.prefix}/link/{pair}/{gen}",
                 self._side,
                 self._device,

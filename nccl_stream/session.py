@@ -16,12 +16,13 @@ from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store, TCPStore
+from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from nccl_stream.async_pipeline import PromptBatch
 from nccl_stream.cohort import form_cohort
 from nccl_stream.config import StreamConfig
+from nccl_stream.coordination.kv import clone_store, tcp_store
 from nccl_stream.coordination.membership import Identity, RunShape, Timing
 from nccl_stream.coordination.messages import StopRequest
 from nccl_stream.coordination.node import Node
@@ -146,11 +147,11 @@ def _bounded(call: Callable[[], T], timeout: float, what: str) -> T:
 def _reach_store(store: str | Store | None, timeout: float) -> Store:
     limit = timedelta(seconds=timeout)
     if store is None:
-        return next(iter(rendezvous("env://", timeout=limit)))[0]
+        return next(iter(rendezvous("env://", timeout=limit)))[0]  # type: ignore[no-any-return]
     if isinstance(store, str):
         host, port = _parse_address(store)
         try:
-            return TCPStore(host, port, is_master=False, timeout=limit)
+            return tcp_store(host, port, serve=False, timeout=timeout)
         except (RuntimeError, ValueError) as exc:
             raise ControlStoreError(
                 f"no store answers at {store} within {timeout:.0f} s: start one there with "
@@ -433,7 +434,7 @@ class Stream:
             prefix = f"{self._node.prefix}/group/{self.role}/{self._group_key}"
             dist.init_process_group(
                 backend or ("nccl" if self.device.type == "cuda" else "gloo"),
-                store=PrefixStore(prefix, self._client.clone()),
+                store=PrefixStore(prefix, clone_store(self._client)),
                 rank=self.role_rank,
                 world_size=self.role_world_size,
                 timeout=timeout,

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Protocol
 
-import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 from nccl_stream.coordination.kv import ControlStore, dump_json, load_json
 from nccl_stream.coordination.mailbox import Mailbox
@@ -73,7 +73,7 @@ class Node:
 
     def __init__(
         self,
-        store: dist.Store,
+        store: Store,
         shape: RunShape,
         identity: Identity,
         timing: Timing,
@@ -113,7 +113,7 @@ class Node:
         return self._membership.epoch
 
     @property
-    def store(self) -> dist.Store:
+    def store(self) -> Store:
         return self._store
 
     @property
