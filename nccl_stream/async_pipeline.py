@@ -201,10 +201,7 @@ class AsyncFeaturePipeline:
                 return  # Nothing was stored: the wait for room was given up because we are stopping.
             raise
         try:
-            if self._ending():
-                self._producer.discard(ref)
-            else:
-                self._enqueue(ref)
+            self._enqueue(ref)
         except BaseException:
             self._evict(ref)
             raise

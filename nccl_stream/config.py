@@ -126,7 +126,7 @@ class StreamConfig:
 
     def _check_positive(self, name: str, kind: type | tuple[type, ...]) -> None:
         value = getattr(self, name)
-        if isinstance(value, bool) or not isinstance(value, kind) or not value > 0:
+        if isinstance(value, bool) or not isinstance(value, kind) or not float(value) > 0:  # type: ignore[arg-type]
             raise ConfigError(f"{name} must be positive, got {value!r}")
 
     @property

@@ -66,10 +66,10 @@ class DraftSide:
     def __init__(
         self,
         config: StreamConfig,
-        *,
         rank: int,
         num_targets: int,
         num_drafts: int,
+        *,
         restart_timeout: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -83,9 +83,7 @@ class DraftSide:
         self.intake = DraftIntake(
             self, rank=rank, num_targets=num_targets, num_drafts=num_drafts, static=config.assignment == "static"
         )
-        self.table = LeaseTable(
-            visibility_timeout=VisibilityTimeout(config.lease), max_redeliveries=None, clock=clock
-        )
+        self.table = LeaseTable(visibility_timeout=VisibilityTimeout(config.lease), max_redeliveries=None, clock=clock)
         self.rounds: Rounds | None = None
         self.cohort = ""
         self.handed = 0
@@ -150,9 +148,7 @@ class DraftSide:
             raise RefError(f"sample {ref.sample_id!r} is announced by {owner} but belongs to {ref.store_uri!r}")
         nbytes = sum(spec.nbytes for spec in ref.feature_specs.values())
         if nbytes != ref.estimated_bytes:
-            raise RefError(
-                f"sample {ref.sample_id!r}: estimated_bytes={ref.estimated_bytes}, its specs make {nbytes}"
-            )
+            raise RefError(f"sample {ref.sample_id!r}: estimated_bytes={ref.estimated_bytes}, its specs make {nbytes}")
         layout = self.store.layout_of(ref.feature_specs)
         if layout.total_bytes > self.arena.capacity_bytes or nbytes > self.config.max_sample_bytes:
             raise CapacityError(
@@ -569,7 +565,7 @@ class DraftSide:
         return self.handed + self.padded >= released or (self._short() and self.config.end != "pad")
 
     def _short(self) -> bool:
-        """After the agreed end nothing is pending though the round wants more: a sample was failed in the last round."""
+        """After the agreed end nothing is here though the round wants more: a sample of the last round was failed."""
         return self.table.is_empty
 
     @property
@@ -646,6 +642,11 @@ class DraftSide:
             f"no receive memory for {self.config.held_timeout:.0f} s: all of it is held by tensors of earlier samples "
             f"({holders}). Drop them, clone what you keep, or raise arena_bytes."
         )
+
+    def stop(self, reason: str) -> None:
+        """Ask for a stop at the next agreed round; the lock is held."""
+        self._stop_reason = self._stop_reason or reason
+        self._changed()
 
     def raise_if_fatal(self) -> None:
         if self._fatal is not None:

@@ -17,10 +17,11 @@ from typing import Protocol
 
 import torch
 
+from nccl_stream.coordination.kv import clone_store
 from nccl_stream.coordination.membership import Member
 from nccl_stream.coordination.messages import LinkFailed, LinkOpen
 from nccl_stream.coordination.node import Node
-from nccl_stream.errors import ClosedError, LinkError, NcclStreamError
+from nccl_stream.errors import ClosedError, NcclStreamError
 from nccl_stream.transport.engine import Channel, TransferEngine
 from nccl_stream.transport.process_group import open_link
 
@@ -34,7 +35,7 @@ MAX_FAILURES_IN_A_ROW = 6
 
 
 class LinkOwner(Protocol):
-    """Who is told about links. Called on the link thread or a channel's thread, never under a lock of :class:`Links`."""
+    """Who is told about links. Called on the link thread or a channel's thread, under no lock of :class:`Links`."""
 
     def link_up(self, inc: str, gen: int) -> None: ...
 
@@ -213,7 +214,7 @@ class Links:
             self._node.send(peer.inc, LinkOpen(gen))
         try:
             link = open_link(
-                self._node.store.clone(),
+                clone_store(self._node.store),
                 f"{self._node.prefix}/link/{pair}/{gen}",
                 self._side,
                 self._device,
@@ -284,13 +285,3 @@ class Links:
         left = self._engine.close(timeout)
         self._thread.join(min(timeout, 1.0))
         return [*left, *([self._thread.name] if self._thread.is_alive() else [])]
-
-
-def link_error(member: Member, seconds: float) -> LinkError:
-    """The error for a peer whose link did not come up in time."""
-    from nccl_stream.errors import LinkTimeoutError
-
-    return LinkTimeoutError(
-        f"no link to {member.label} within {seconds:.0f} s: is it reachable, and did it start? "
-        "Raise connect_timeout if it needs longer."
-    )

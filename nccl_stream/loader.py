@@ -9,16 +9,16 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from types import TracebackType
-from typing import Any, Literal
+from typing import Literal
 
-import torch
 from torch import Tensor
 
 from nccl_stream import _compat
 from nccl_stream.eagle3 import validate_eagle3_ref
 from nccl_stream.errors import ConfigError, MisuseError, SchemaError
 from nccl_stream.queue import Lease, SampleRefQueue
-from nccl_stream.refs import FeatureAlgorithm, SampleRef
+from nccl_stream.refs import FeatureAlgorithm
+from nccl_stream.schema import schema_of
 from nccl_stream.store import FeatureStore, StoreHandle
 from nccl_stream.target import Eagle3TargetBatch
 
@@ -257,7 +257,8 @@ class FeatureDataLoader:
         if ref.algorithm is not FeatureAlgorithm.EAGLE3:
             raise ConfigError(f"no batches are defined for {ref.algorithm.value}; only for eagle3")
         if getattr(lease, "is_padding", False):
-            return _batch_of(_padding_tensors(ref, getattr(self._store, "device", None))), None
+            device = getattr(self._store, "device", None)
+            return _batch_of(schema_of(ref.algorithm).padding(ref, device)), None
         validate_eagle3_ref(ref)
         tensors, handle = self._store.get(ref)
         return _batch_of(tensors), handle
@@ -354,18 +355,3 @@ def _renewal_period(lease: Lease) -> float:
 def _batch_of(tensors: dict[str, Tensor]) -> Eagle3TargetBatch:
     # A sample may carry more than the batch has fields for; it goes with the sample.
     return Eagle3TargetBatch(**{name: tensor for name, tensor in tensors.items() if name in _BATCH_FIELDS})
-
-
-def _padding_tensors(template: SampleRef, device: Any) -> dict[str, Tensor]:
-    """Make a batch that has no effect but is safe to run: everything attended, nothing supervised.
-
-    An all-masked softmax and a mean over no tokens are NaN, and data-parallel training would spread it.
-    """
-    tensors = {
-        name: torch.zeros(spec.shape, dtype=spec.dtype, device=device) for name, spec in template.feature_specs.items()
-    }
-    tensors["attention_mask"].fill_(1)
-    if "seq_lens" in tensors:
-        # One document as long as the row: lengths must sum to it.
-        tensors["seq_lens"][:, 0] = template.feature_specs["input_ids"].shape[1]
-    return tensors

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from nccl_stream.eagle3 import EAGLE3_SCHEMA_VERSION, validate_eagle3_packing_inputs
 from nccl_stream.errors import CapacityError, MisuseError, SchemaError, SpecMismatchError
 from nccl_stream.refs import FeatureAlgorithm, FeatureSpec, SampleRef
+from nccl_stream.schema import schema_of
 from nccl_stream.store import FeatureStore
 from nccl_stream.target import Eagle3TargetBackend, Eagle3TargetBatch
 
@@ -71,6 +72,7 @@ class FeatureProducer:
         self._store = store
         self._run_id = run_id
         self._algorithm = _algorithm_of(target_backend) if algorithm is None else algorithm
+        self._feature_names = tuple(feature.name for feature in schema_of(self._algorithm).features)
         self._target_model_version = target_model_version
         self._draft_weight_version = draft_weight_version
         self._sample_id_factory = sample_id_factory or self._default_sample_id
@@ -159,9 +161,10 @@ class FeatureProducer:
         return _Produced(sample_id, features, num_tokens)
 
     def _checked_features(self, batch: Eagle3TargetBatch) -> dict[str, Tensor]:
-        present = {field.name: getattr(batch, field.name, None) for field in fields(Eagle3TargetBatch)}
-        features = {name: tensor for name, tensor in present.items() if tensor is not None}
-        if "logits" not in features and not self._has_vocab_mapping:
+        present = ((name, getattr(batch, name, None)) for name in self._feature_names)
+        features = {name: tensor for name, tensor in present if tensor is not None}
+        needs_logits = self._algorithm is FeatureAlgorithm.EAGLE3 and not self._has_vocab_mapping
+        if needs_logits and "logits" not in features:
             raise SchemaError(
                 "the backend returned a batch without logits; target_probs mean nothing to the draft side before both "
                 "sides know the draft vocabulary: call set_vocab_mapping first, or use a backend that returns logits"

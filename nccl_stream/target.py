@@ -7,6 +7,7 @@ distribution for the token of position ``t + 2``. A backend gets there by shifti
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -158,7 +159,7 @@ class HFEagle3TargetModel(Eagle3TargetBackend):
     """Runs any Hugging Face causal LM in this process and captures the outputs of three decoder layers by hooks.
 
     Layer ``i``'s output equals ``hidden_states[i + 1]`` of a forward with ``output_hidden_states=True`` (except for the
-    last layer, whose entry there is taken after the final norm).
+    last layer, whose entry there is taken after the final norm). Several threads may call it, and the model, at once.
 
     Args:
         model: A causal LM: called with ``input_ids``, ``attention_mask`` and ``use_cache``, it returns an object with
@@ -253,10 +254,13 @@ class HFEagle3TargetModel(Eagle3TargetBackend):
     @contextmanager
     def _capturing(self) -> Iterator[dict[int, Tensor]]:
         captured: dict[int, Tensor] = {}
+        caller = threading.get_ident()
 
         def capture(layer_id: int) -> Any:
             def hook(_module: nn.Module, _inputs: object, output: Any) -> None:
-                captured[layer_id] = output[0] if isinstance(output, tuple) else output
+                # The hooks of one call see the forwards of all threads that use the model meanwhile.
+                if threading.get_ident() == caller:
+                    captured[layer_id] = output[0] if isinstance(output, tuple) else output
 
             return hook
 

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from nccl_stream.config import StreamConfig
@@ -44,6 +45,17 @@ logger = logging.getLogger(__name__)
 REMEMBERED_IDS = 65536
 
 
+@dataclass(frozen=True)
+class _Sending:
+    """A transfer that is under way."""
+
+    draft: str
+    gen: int
+    seq: int
+    sample_id: str
+    nbytes: int
+
+
 class TargetSide:
     """Wires delivery, journal, links and store of one target rank; every method may be called from any thread.
 
@@ -53,10 +65,10 @@ class TargetSide:
     def __init__(
         self,
         config: StreamConfig,
-        *,
         target_rank: int,
         num_targets: int,
         num_drafts: int,
+        *,
         restart_timeout: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -153,6 +165,11 @@ class TargetSide:
         with self.cond:
             return self.end is not None or bool(self._stop_reason) or not self.delivery.anybody_left
 
+    def stop(self, reason: str) -> None:
+        """Take no more puts; the lock is held."""
+        self._stop_reason = self._stop_reason or reason
+        self.cond.notify_all()
+
     def raise_if_fatal(self) -> None:
         if self._fatal is not None:
             raise self._fatal
@@ -172,7 +189,7 @@ class TargetSide:
             self.node.inc, sample.sample_id, gen=gen, seq=seq, serial=sample.serial, delivery=sample.delivery
         )
         owned.layout.write_header(owned.buffer, header)
-        token = (draft, gen, seq, sample.sample_id, sample.nbytes)
+        token = _Sending(draft, gen, seq, sample.sample_id, sample.nbytes)
         if not self.links.send(draft, gen, token, owned.wire_buffers()):
             self._tasks.append(lambda _: self.transfers_failed(draft, gen, [token]))
             self.node.wake()
@@ -199,15 +216,16 @@ class TargetSide:
             self.cond.notify_all()
 
     def transfer_done(self, token: object) -> None:
-        inc, gen, seq, sample_id, nbytes = token  # type: ignore[misc]
+        assert isinstance(token, _Sending)
         with self.cond:
-            self.delivery.sent(inc, gen, seq, sample_id, nbytes)
+            self.delivery.sent(token.draft, token.gen, token.seq, token.sample_id, token.nbytes)
             self.cond.notify_all()
 
     def transfers_failed(self, inc: str, gen: int, tokens: list[object]) -> None:
         with self.cond:
             for token in tokens:
-                self.delivery.transfer_over(token[3])  # type: ignore[index]
+                assert isinstance(token, _Sending)
+                self.delivery.transfer_over(token.sample_id)
             self.delivery.link_down(inc, gen)
             self.cond.notify_all()
 
@@ -318,7 +336,9 @@ class TargetSide:
         """Block until every sample has its outcome, or nobody is left who could bring one."""
         next_log = self._clock() + log_every
         with self.cond:
-            while not self.delivery.all_settled and (self.delivery.anybody_left or any(self.delivery.unacked().values())):
+            while not self.delivery.all_settled and (
+                self.delivery.anybody_left or any(self.delivery.unacked().values())
+            ):
                 self.raise_if_fatal()
                 if self._clock() > next_log:
                     next_log = self._clock() + log_every

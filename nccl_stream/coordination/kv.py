@@ -9,15 +9,39 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 from nccl_stream.errors import ControlStoreError, WireFormatError
 
-__all__ = ["MAX_VALUE_BYTES", "ControlStore", "dump_json", "load_json"]
+__all__ = ["MAX_VALUE_BYTES", "ControlStore", "clone_store", "dump_json", "load_json", "tcp_store"]
 
 # A TCPStore client loses its connection for good on a value over 8 MiB; half of that leaves room for framing.
 MAX_VALUE_BYTES = 4 * 1024 * 1024
 
 _FOREVER = timedelta(days=30)
+
+
+def tcp_store(host: str, port: int, *, serve: bool, timeout: float) -> Store:
+    """A ``TCPStore``: the server itself, or a client of one; ``RuntimeError`` when that cannot be had in time."""
+    store: Store = dist.TCPStore(  # type: ignore[attr-defined]  # torch's stubs leave it out
+        host, port, is_master=serve, wait_for_workers=False, timeout=timedelta(seconds=timeout)
+    )
+    return store
+
+
+def clone_store(store: Store) -> Store:
+    """A second connection to the same server; a blocked client holds its connection's lock.
+
+    Raises:
+        ControlStoreError: only a TCPStore can do that.
+    """
+    try:
+        clone: Store = store.clone()  # type: ignore[attr-defined]  # torch's stubs leave it out
+    except (RuntimeError, NotImplementedError, AttributeError) as exc:
+        raise ControlStoreError(
+            f"the control plane needs a TCPStore; {type(store).__name__} cannot be cloned per thread"
+        ) from exc
+    return clone
 
 
 def _refuse_constant(name: str) -> Any:
@@ -59,20 +83,15 @@ class ControlStore:
         WireFormatError: when a value read is not bounded JSON.
     """
 
-    def __init__(self, store: dist.Store, prefix: str, *, timeout: float = 30.0) -> None:
+    def __init__(self, store: Store, prefix: str, *, timeout: float = 30.0) -> None:
         self._raw = store
         self.prefix = prefix
         self._timeout = timeout
-        try:
-            self._client = store.clone()
-        except (RuntimeError, NotImplementedError) as exc:
-            raise ControlStoreError(
-                f"the control plane needs a TCPStore; {type(store).__name__} cannot be cloned per thread"
-            ) from exc
+        self._client = clone_store(store)
         self._client.set_timeout(timedelta(seconds=timeout))
 
     @property
-    def raw(self) -> dist.Store:
+    def raw(self) -> Store:
         """The store this client was made from; process groups rendezvous over it."""
         return self._raw
 
@@ -106,7 +125,7 @@ class ControlStore:
             return
         texts = [dump_json(value) for value in values.values()]
         try:
-            self._client.multi_set([self._key(key) for key in values], texts)
+            self._client.multi_set([self._key(key) for key in values], texts)  # type: ignore[attr-defined]
         except RuntimeError as exc:
             raise self._failed("set", next(iter(values)), exc) from exc
 

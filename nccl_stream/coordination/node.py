@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Protocol
 
-import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 from nccl_stream.coordination.kv import ControlStore, dump_json, load_json
 from nccl_stream.coordination.mailbox import Mailbox
@@ -73,7 +73,7 @@ class Node:
 
     def __init__(
         self,
-        store: dist.Store,
+        store: Store,
         shape: RunShape,
         identity: Identity,
         timing: Timing,
@@ -113,7 +113,7 @@ class Node:
         return self._membership.epoch
 
     @property
-    def store(self) -> dist.Store:
+    def store(self) -> Store:
         return self._store
 
     @property
@@ -143,7 +143,7 @@ class Node:
             PeerTimeoutError: names the ranks that are missing at ``deadline`` (monotonic seconds).
             MembershipError: a rank could not join, and wrote down why.
         """
-        documents = self._root.clone(self.prefix)
+        documents = self.documents()
         while True:
             with self._cond:
                 self.raise_if_fatal()
@@ -258,6 +258,14 @@ class Node:
             self._mail.post(inc, encode_message(message))
             self._notify()
 
+    def documents(self) -> ControlStore:
+        """A client of its own for the calling thread, rooted at the epoch."""
+        return self._root.clone(self.prefix)
+
+    def wait(self, seconds: float) -> None:
+        """Sleep, but not past the end of this node."""
+        self._stop.wait(seconds)
+
     def wake(self) -> None:
         """Have the steward call ``on_tick`` soon."""
         with self._cond:
@@ -288,6 +296,7 @@ class Node:
         inbox = self._root.clone(self.prefix)
         while not self._stop.is_set():
             raw = inbox.pop(f"inbox/{self.inc}")
+            empty: list[Any] = []
             try:
                 packet = load_json(raw)
                 if type(packet) is dict and packet.get("stop") == self.inc and self._stop.is_set():
@@ -297,7 +306,7 @@ class Node:
                     if stranger:
                         # Mail can overtake our view of the roster: not taken now, it will be sent again.
                         self._hurry_roster = True
-                        sender, wires = "", []
+                        sender, wires = "", empty
                     else:
                         sender, wires = self._mail.receive(packet, self._clock())
                     self._notify()

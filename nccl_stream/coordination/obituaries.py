@@ -1,4 +1,4 @@
-"""What becomes of the samples of an owner that died: who holds or acked some, which are lost, and how its books close."""
+"""What becomes of the samples of an owner that died: who holds or acked some, which are lost, how its books close."""
 
 from __future__ import annotations
 

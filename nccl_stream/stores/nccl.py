@@ -38,16 +38,15 @@ class OwnedBytes:
 
     def features(self) -> dict[str, torch.Tensor]:
         """The features, as views of this memory, in feature order."""
-        views = self.layout.views(self.buffer) if not self.donated else self._views_of_small()
-        return {name: self.donated.get(name, views.get(name)) for name in self.layout.specs}  # type: ignore[misc]
-
-    def _views_of_small(self) -> dict[str, torch.Tensor]:
-        views = {}
+        features = {}
         for name, spec in self.layout.specs.items():
-            if name not in self.donated:
-                offset = self.layout.offsets[name]
-                views[name] = self.buffer[offset : offset + spec.nbytes].view(spec.dtype).view(spec.shape)
-        return views
+            offset = self.layout.offsets[name]
+            features[name] = (
+                self.donated[name]
+                if name in self.donated
+                else self.buffer[offset : offset + spec.nbytes].view(spec.dtype).view(spec.shape)
+            )
+        return features
 
     def wire_buffers(self) -> list[torch.Tensor]:
         """The messages of the sample, flat bytes in wire order."""
@@ -299,9 +298,7 @@ class NcclFeatureStore(FeatureStore):
             raise
         return tensors, handle
 
-    def _get_own(
-        self, ref: SampleRef, device: torch.device | None
-    ) -> tuple[dict[str, torch.Tensor], StoreHandle]:
+    def _get_own(self, ref: SampleRef, device: torch.device | None) -> tuple[dict[str, torch.Tensor], StoreHandle]:
         assert self._residency is not None
         if ref.store_uri != self._uri:
             raise SampleNotFoundError(f"sample {ref.sample_id!r} belongs to {ref.store_uri!r}, not to {self._uri!r}")

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 
 import torch
 
-from nccl_stream.errors import MisuseError
+from nccl_stream.errors import LinkError, LinkTimeoutError, MisuseError
 
-__all__ = ["Link", "Transfer"]
+__all__ = ["RECEIVER", "SENDER", "Link", "Transfer", "link_error", "warm_up"]
+
+SENDER, RECEIVER = 0, 1  # the two sides of a link, and their ranks in its process group
+
+_SOURCE_LINE = re.compile(r"^\[[^]]*\] ?")  # where in torch's C++ an error was raised
+MAX_SHOWN = 200  # longest foreign text that goes into a message
 
 
 class Transfer(ABC):
@@ -18,8 +24,8 @@ class Transfer(ABC):
     def wait(self, timeout: float) -> None:
         """Blocks until the message has left (send) or arrived (receive).
 
-        When it has returned, or has raised after the link was aborted, the transport does not touch the buffer again.
-        May be called again after an abort, and then returns or raises promptly.
+        When it has returned the transport does not touch the buffer again. After an abort it may be asked again, with
+        a short timeout, whether the message had finished before.
 
         Args:
             timeout: seconds. Passing it fails the whole link.
@@ -84,12 +90,21 @@ class Link(ABC):
     def abort(self) -> None:
         """Ends the link at once, whatever the peer does. Idempotent, from any thread, never raises.
 
-        Unfinished transfers stop waiting; later calls of ``send`` and ``recv`` raise :class:`LinkError`.
+        Later calls of ``send`` and ``recv`` raise :class:`LinkError`. When it has returned, a link that is not
+        pollable does not touch any buffer again; on a pollable one a transfer lets go when ``done`` raises. A ``wait``
+        in another thread need not wake before its timeout.
         """
 
     @abstractmethod
     def close(self) -> None:
         """Ends a link that has no unfinished transfers and gives its resources back. Idempotent."""
+
+    def watch(self) -> str:
+        """Blocks until the link is over, whoever ended it, and returns why. Only for links that are not pollable.
+
+        When it has returned, the transport does not touch any buffer again.
+        """
+        raise NotImplementedError("pollable links are watched by polling their transfers")
 
     def _check(self, buf: torch.Tensor) -> None:
         if (
@@ -103,3 +118,27 @@ class Link(ABC):
                 f"a link to {self.peer} on {self.device} moves contiguous non-empty 1-D uint8 tensors, "
                 f"got {buf.dtype} {tuple(buf.shape)} on {buf.device}"
             )
+
+
+def link_error(error: Exception, operation: str, peer: str) -> LinkError:
+    """The package's error for one that torch's transports raised; only its first line is kept.
+
+    torch tells a passed deadline from a broken connection by its text alone.
+    """
+    text = _SOURCE_LINE.sub("", (str(error).splitlines() or [""])[0])[:MAX_SHOWN] or type(error).__name__
+    lowered = text.lower()
+    kind = LinkTimeoutError if "timed out" in lowered or "wait timeout" in lowered else LinkError
+    return kind(f"{operation} {peer} failed: {text}")
+
+
+def warm_up(link: Link, side: int, timeout: float) -> None:
+    """Moves one byte from the sending to the receiving side.
+
+    The first message builds the connection proper, so a link that carried it works.
+
+    Raises:
+        LinkError: it did not.
+    """
+    byte = torch.zeros(1, dtype=torch.uint8, device=link.device)
+    transfer = link.send(byte) if side == SENDER else link.recv(byte)
+    transfer.wait(timeout)

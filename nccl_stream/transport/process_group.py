@@ -14,15 +14,15 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
 from nccl_stream.errors import ConfigError, LinkError, LinkTimeoutError, VersionMismatchError
-from nccl_stream.transport.link import Link, Transfer
+from nccl_stream.transport.link import MAX_SHOWN, RECEIVER, SENDER, Link, Transfer, link_error, warm_up
+from nccl_stream.transport.nccl_group import NcclLink, connect_nccl
 
-__all__ = ["GlooLink", "open_link"]
+__all__ = ["GlooLink", "NcclLink", "open_link"]
 
 logger = logging.getLogger(__name__)
 
-SENDER, RECEIVER = 0, 1
-_MAX_SHOWN = 200  # longest foreign text that goes into a message
-_ABORT_TAG = 0x7FFFFFFF  # a gloo tag on which nobody ever sends
+_ABORT_TAG, _SENTINEL_TAG = 0x7FFFFFFF, 0x7FFFFFFE  # gloo tags on which nobody ever sends
+_FOREVER = timedelta(days=365)
 _GLOO_INFLIGHT_OPS = 64
 
 
@@ -31,15 +31,14 @@ def _milliseconds(seconds: float) -> timedelta:
     return timedelta(milliseconds=max(1, int(seconds * 1000)))
 
 
-def _translated(error: Exception, operation: str, peer: str) -> LinkError:
-    text = (str(error).splitlines() or [""])[0][:_MAX_SHOWN] or type(error).__name__
-    lowered = text.lower()
-    kind = LinkTimeoutError if "timed out" in lowered or "wait timeout" in lowered else LinkError
-    return kind(f"{operation} {peer} failed: {text}")
-
-
 class GlooLink(Link):
-    """A link over a gloo process group of two, on the CPU."""
+    """A link over a gloo process group of two, on the CPU.
+
+    gloo has two gaps to work around. Its own abort wakes nobody; but a wait that times out closes the pair on the spot,
+    without asking the peer. And when a pair breaks, only operations that have not begun are told: one that was half
+    through is forgotten, and whoever waits for it waits until the timeout. So every link keeps a receive pending on
+    which nobody ever sends: it raises when the pair breaks.
+    """
 
     pollable = False
     max_inflight_ops = _GLOO_INFLIGHT_OPS
@@ -51,6 +50,8 @@ class GlooLink(Link):
         self._other = other
         self._lock = threading.Lock()
         self._ended: str | None = None
+        self._never = torch.empty(1, dtype=torch.uint8)
+        self._sentinel = group.recv([self._never], other, _SENTINEL_TAG)
 
     def send(self, buf: torch.Tensor) -> Transfer:
         return self._start("send to", buf)
@@ -58,25 +59,31 @@ class GlooLink(Link):
     def recv(self, buf: torch.Tensor) -> Transfer:
         return self._start("receive from", buf)
 
+    def watch(self) -> str:
+        try:
+            self._sentinel.wait(_FOREVER)
+        except RuntimeError as error:
+            return str(link_error(error, "the connection to", self.peer)) if self._ended is None else self._ended
+        return "the peer sent what no link sends"
+
     def abort(self) -> None:
+        self._end("aborted")
+
+    def close(self) -> None:
+        self._end("closed")
+
+    def _end(self, how: str) -> None:
+        # Whoever comes second waits here: when this returns, the pair is closed.
         with self._lock:
             if self._ended is not None:
                 return
-            self._ended = "aborted"
-            group = self._group
-        # gloo's own abort does not wake pending operations. A wait that times out does: it closes the pair on the spot,
-        # without asking the peer, and every pending wait on it raises.
-        try:
-            probe = group.recv([torch.empty(1, dtype=torch.uint8)], self._other, _ABORT_TAG)
-            probe.wait(timedelta(milliseconds=1))
-        except RuntimeError as error:
-            logger.debug("link to %s aborted: %s", self.peer, error)
-
-    def close(self) -> None:
-        with self._lock:
-            if self._ended is None:
-                self._ended = "closed"
-            self._group = None
+            self._ended = how
+            group, self._group = self._group, None
+            try:
+                probe = group.recv([torch.empty(1, dtype=torch.uint8)], self._other, _ABORT_TAG)
+                probe.wait(timedelta(milliseconds=1))
+            except RuntimeError as error:
+                logger.debug("link to %s %s: %s", self.peer, how, error)
 
     def _start(self, operation: str, buf: torch.Tensor) -> Transfer:
         self._check(buf)
@@ -86,7 +93,7 @@ class GlooLink(Link):
         try:
             work = (group.send if operation == "send to" else group.recv)([buf], self._other, 0)
         except RuntimeError as error:
-            raise _translated(error, operation, self.peer) from error
+            raise link_error(error, operation, self.peer) from error
         return _GlooTransfer(work, buf, operation, self)
 
 
@@ -102,9 +109,9 @@ class _GlooTransfer(Transfer):
         try:
             self._work.wait(_milliseconds(timeout))
         except RuntimeError as error:
-            if self._link._ended == "aborted":
-                raise LinkError(f"{self._operation} {self._link.peer}: the link is aborted") from error
-            raise _translated(error, self._operation, self._link.peer) from error
+            if self._link._ended is not None:
+                raise LinkError(f"{self._operation} {self._link.peer}: the link is {self._link._ended}") from error
+            raise link_error(error, self._operation, self._link.peer) from error
 
     def done(self) -> bool:
         return False
@@ -152,13 +159,11 @@ def open_link(
     scoped = PrefixStore(prefix, store)
     _check_device(device)
     _compare_versions(scoped, side, _versions(device), deadline, peer)
-    link: Link
-    if device.type == "cpu":
-        link = _connect_gloo(scoped, side, deadline, peer)
-    else:
-        raise ConfigError("later")
+    if device.type == "cuda":
+        return connect_nccl(scoped, side, device, deadline.left(), peer=peer)
+    link = _connect_gloo(scoped, side, deadline, peer)
     try:
-        _warm_up(link, side, deadline)
+        warm_up(link, side, deadline.left())
     except BaseException:
         link.abort()
         raise
@@ -192,14 +197,14 @@ def _compare_versions(store: Store, side: int, mine: dict[str, str], deadline: _
         store.wait([theirs_key], _milliseconds(deadline.left()))
         raw = store.get(theirs_key)
     except RuntimeError as error:
-        translated = _translated(error, "opening a link to", peer)
+        translated = link_error(error, "opening a link to", peer)
         if isinstance(translated, LinkTimeoutError):
             raise LinkTimeoutError(
                 f"{peer} did not open its side of the link in time; is it running, and does it know of this link?"
             ) from error
         raise translated from error
     if raw != json.dumps(mine, sort_keys=True).encode():
-        shown = raw[:_MAX_SHOWN].decode("utf-8", "replace")
+        shown = raw[:MAX_SHOWN].decode("utf-8", "replace")
         raise VersionMismatchError(
             f"{peer} runs {shown}, this rank {json.dumps(mine, sort_keys=True)}: install the same on both"
         )
@@ -209,12 +214,5 @@ def _connect_gloo(store: Store, side: int, deadline: _Deadline, peer: str) -> Gl
     try:
         group = ProcessGroupGloo(store, side, 2, _milliseconds(deadline.left()))
     except RuntimeError as error:
-        raise _translated(error, "opening a link to", peer) from error
+        raise link_error(error, "opening a link to", peer) from error
     return GlooLink(group, 1 - side, peer=peer)
-
-
-def _warm_up(link: Link, side: int, deadline: _Deadline) -> None:
-    """The first message builds the connection proper; a link that carries it is a link that works."""
-    byte = torch.zeros(1, dtype=torch.uint8, device=link.device)
-    transfer = link.send(byte) if side == SENDER else link.recv(byte)
-    transfer.wait(deadline.left())
