@@ -1,7 +1,8 @@
 """Train the demo's target: a byte-level Llama of 1.5 M parameters on the novels in ``text.txt``.
 
 Writes ``target/config.json`` and ``target/model.safetensors`` (fp16, about 3 MB) in Hugging Face's layout. The last
-5 % of the corpus are held out: the demo measures acceptance there. About ten minutes on two cores.
+5 % of the corpus are held out: the demo measures acceptance there. A thousand steps take about a quarter of an hour on
+two idle cores and end at 1.09 nats per held-out byte.
 
     python train_target.py --threads 2
 """
