@@ -7,7 +7,7 @@ import threading
 
 import pytest
 import torch
-from pipeline_support import (
+from tests.unit.pipeline_support import (
     DEADLINE_S,
     Background,
     DocumentedQueue,

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import pytest
 import torch
-from pipeline_support import (
+from tests.unit.pipeline_support import (
     SEQ,
     Background,
     DocumentedQueue,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from pipeline_support import packed_prompt
+from tests.unit.pipeline_support import packed_prompt
 
 from nccl_stream.async_pipeline import AsyncFeaturePipeline
 from nccl_stream.loader import FeatureDataLoader

@@ -7,7 +7,7 @@ from dataclasses import fields
 
 import pytest
 import torch
-from pipeline_support import Background, FakeTarget, packed_prompt
+from tests.unit.pipeline_support import Background, FakeTarget, packed_prompt
 from torch import nn
 
 from nccl_stream.errors import ConfigError, SchemaError
