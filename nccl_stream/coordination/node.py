@@ -454,7 +454,8 @@ class Node:
                 if self._state == "up":
                     raise FencedError("this process was declared dead by its peers; restart it to go on")
                 continue
-            logger.warning("%s: %s is gone: %s", self.inc, member.label, member.gone)
+            level = logging.INFO if member.gone is not None and member.gone.kind == "left" else logging.WARNING
+            logger.log(level, "%s: %s is gone: %s", self.inc, member.label, member.gone)
             self._handler.on_gone(member)
 
     def _depart(self, membership: Membership, documents: ControlStore) -> None:
