@@ -1,8 +1,8 @@
 """Samples through put -> get -> release against raw gloo isend/irecv at the same depth, alternating in one run.
 
-Two processes on one host, CPU tensors, gloo link. The stream side does everything a user's run does: the copy at put, the
-control plane, leases, acks, views of the receive slots. Prints ratios with their spread and the number of tensor-memory
-allocations on the receive path after warm-up.
+Two processes on one host, CPU tensors, gloo link. The stream side does everything a user's run does: the copy at put,
+the control plane, leases, acks, views of the receive slots. Prints ratios with their spread and the number of
+tensor-memory allocations on the receive path after warm-up.
 
     python launch/benchmarks/stream.py --mib 100 --samples 12 --repeats 5
 """

@@ -14,8 +14,8 @@ __all__ = ["TensorAllocations"]
 class TensorAllocations:
     """Context manager that counts the operations by which torch allocates tensor memory, over all threads.
 
-    Every allocation that torch makes for an operator's result goes through one of the ``aten::empty*`` operators; views,
-    ``frombuffer`` and in-place operations do not.
+    Every allocation that torch makes for an operator's result goes through one of the ``aten::empty*`` operators;
+    views, ``frombuffer`` and in-place operations do not.
 
     Attributes:
         by_operator: how often each of them ran; filled on exit.
@@ -41,6 +41,6 @@ class TensorAllocations:
         self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
     ) -> None:
         self._profiler.__exit__(exc_type, exc, tb)
-        for event in self._profiler.events() or ():
+        for event in self._profiler.events() or ():  # type: ignore[no-untyped-call]
             if event.name.startswith("aten::empty") or event.name in ("aten::resize_", "aten::clone"):
                 self.by_operator[event.name] += 1
