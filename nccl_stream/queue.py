@@ -251,7 +251,12 @@ class SampleRefQueue:
         self.ack_many((lease,))
 
     def ack_many(self, leases: Iterable[Lease]) -> int:
-        """Ack several leases at once; return how many were live."""
+        """Ack several leases at once; return how many were live.
+
+        Raises:
+            MisuseError: (``ValueError``) one of them is not a lease; none is acked then.
+        """
+        leases = [_checked_lease(lease) for lease in leases]
         with self._lock:
             count = sum(self._table.ack(lease) for lease in leases)
             self._after_leases_ended()
@@ -266,15 +271,16 @@ class SampleRefQueue:
             lease: the lease.
             reason: kept with a dead letter.
         """
-        if isinstance(reason, BaseException):
-            reason = f"{type(reason).__name__}: {reason}"
+        text = f"{type(reason).__name__}: {reason}" if isinstance(reason, BaseException) else reason
+        text = text or "failed by its consumer"
+        _checked_lease(lease)
         with self._lock:
-            outcome = self._table.fail(lease, reason or "failed by its consumer")
+            outcome = self._table.fail(lease, text)
             if outcome is FailOutcome.REQUEUED:
                 self._work.notify()
             self._after_leases_ended()
         if outcome is FailOutcome.DEAD:
-            logger.warning("sample %s is dead after its last redelivery: %s", lease.ref.sample_id, reason)
+            logger.warning("sample %s is dead after its last redelivery: %s", lease.ref.sample_id, text)
 
     def hand_back(self, lease: Lease) -> bool:
         """Return a leased ref to the head of the queue as if it had never been acquired; no delivery is counted.
@@ -283,7 +289,7 @@ class SampleRefQueue:
             Whether the lease was live.
         """
         with self._lock:
-            live = self._table.hand_back(lease)
+            live = self._table.hand_back(_checked_lease(lease))
             if live:
                 self._work.notify()
         return live
@@ -295,7 +301,7 @@ class SampleRefQueue:
             Whether the lease was live; False means that somebody else may have the ref.
         """
         with self._lock:
-            return self._table.extend(lease, seconds)
+            return self._table.extend(_checked_lease(lease), seconds)
 
     def reclaim_expired(self) -> int:
         """Return the refs of expired leases to the pending ones and say how many there were.
@@ -485,6 +491,12 @@ class SampleRefQueue:
 def _check_ref(ref: object) -> None:
     if not isinstance(ref, SampleRef):
         raise MisuseError(f"the queue takes SampleRefs, got {type(ref).__name__}")
+
+
+def _checked_lease(lease: Lease) -> Lease:
+    if not isinstance(lease, Lease):
+        raise MisuseError(f"expected a Lease, got {type(lease).__name__}")
+    return lease
 
 
 def _check_interval(poll_interval: float) -> None:

@@ -10,19 +10,17 @@ from nccl_stream.errors import MisuseError
 
 __all__ = ["check_tensors", "copy_tensor"]
 
-# A dtype of the same size that has a copy kernel on every device; torch has none for its sub-byte dtypes.
+# A dtype of the same size that every device can copy; torch has no kernel for its sub-byte dtypes and warns whenever
+# it makes a complex32 tensor.
 _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def copy_tensor(tensor: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
     """Return a detached, contiguous, byte-exact copy of ``tensor`` on ``device`` (None: where it is)."""
     source = tensor.detach().resolve_conj().resolve_neg()
-    copy = torch.empty(source.shape, dtype=source.dtype, device=source.device if device is None else device)
-    carrier = _CARRIERS.get(source.dtype.itemsize)
-    if carrier is None:
-        return copy.copy_(source)
-    copy.view(carrier).copy_(source.view(carrier))
-    return copy
+    carrier = _CARRIERS.get(source.dtype.itemsize, source.dtype)
+    copy = torch.empty(source.shape, dtype=carrier, device=source.device if device is None else device)
+    return copy.copy_(source.view(carrier)).view(source.dtype)
 
 
 def check_tensors(sample_id: str, tensors: Mapping[str, torch.Tensor]) -> None:
