@@ -19,10 +19,13 @@ from pathlib import Path
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["torch.distributed", "nccl_stream", "tests.distributed.workers"])
 
-# Seconds. Short, and yet with room for two cores that a machine shares with others.
+# A process that gets no processor is as good as dead to its peers: the limits grow with how busy the machine is.
+BUSY = min(4.0, max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1) / 2))
+
+# Seconds.
 HEARTBEAT = 0.25
-DEATH = 3.0
-PATIENCE = 40.0
+DEATH = 3.0 * BUSY
+PATIENCE = 40.0 * BUSY
 
 FAST = {
     "max_sample_bytes": 1 << 20,
@@ -30,7 +33,7 @@ FAST = {
     "max_bytes": 16 << 20,
     "heartbeat": HEARTBEAT,
     "death_timeout": DEATH,
-    "connect_timeout": 25.0,
+    "connect_timeout": 25.0 * BUSY,
     "transfer_timeout": 10.0,
     "draft_restart_timeout": 0.0,
 }

@@ -33,6 +33,6 @@ def test_killed_draft_loses_nothing(tmp_path, targets, drafts, samples, end):
             assert missing == set()
             assert books["acked"] == books["put"]
         else:
-            # An aligned end drops less than one round.
-            assert len(missing) <= books["dropped"] < len(others)
+            # An aligned end drops what the drafts that are left cannot share evenly: per owner at most one round each.
+            assert len(missing) <= books["dropped"] <= targets * (len(others) - 1)
             assert len({len(worker.got) for worker in others}) == 1
