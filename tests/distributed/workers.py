@@ -106,7 +106,7 @@ def draft(spec, journal):
     """Consume until the end, ``pace`` seconds per sample.
 
     ``max_steps``: leave after so many samples; ``hold``: keep so many tensors alive and look at them again before
-    dropping them; ``stall_at``: (count, gate) wait with a lease in hand; ``linger``: gate to wait for before leaving.
+    dropping them; ``raise_at``: fail with that sample in hand; ``stall_at``: (count, gate) wait with a lease in hand; ``linger``: gate to wait for before leaving.
     """
     with join(spec, "draft", journal) as stream:
         stream.on_lost(lambda ids: journal.say("lost", ids=list(ids)))
@@ -138,6 +138,8 @@ def consume(spec, journal, stream):
         if not check(tensors, number, spec["width"]):
             raise AssertionError(f"sample {number} holds foreign values")
         journal.say("got", number=number)
+        if taken == spec.get("raise_at"):
+            raise ZeroDivisionError("the trainer's own code is wrong")
         if taken == spec.get("stall_at", (None, ""))[0]:
             wait_gate(spec, spec["stall_at"][1])
         time.sleep(spec.get("pace", 0.0))
