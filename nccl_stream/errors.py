@@ -28,6 +28,7 @@ __all__ = [
     "SamplesLostError",
     "SchemaError",
     "SlotsHeldError",
+    "SpecMismatchError",
     "VersionMismatchError",
     "WireFormatError",
 ]
@@ -83,6 +84,10 @@ class CapacityError(NcclStreamError, MemoryError):
 
 class SlotsHeldError(CapacityError):
     """User references keep all receive slots alive past the deadline; the message lists who holds what."""
+
+
+class SpecMismatchError(NcclStreamError, RuntimeError):
+    """What the store holds has another shape or dtype than the ref says."""
 
 
 class ChecksumError(NcclStreamError, RuntimeError):

@@ -1,0 +1,96 @@
+"""Loading the target and timing it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from _draft import DraftConfig, Eagle3Draft
+from _text import ASSETS, ByteTokenizer, Tokenizer
+
+from nccl_stream.target import Eagle3TargetBatch, HFEagle3TargetModel
+
+HUB = "hf:"
+FLOAT_BYTES = {torch.float32: 4, torch.bfloat16: 2, torch.float16: 2}
+INT64_FEATURES = 3  # ids and both masks
+
+
+@dataclass(frozen=True)
+class Target:
+    """A frozen causal LM and its tokenizer."""
+
+    model: Any
+    tokenizer: Tokenizer
+
+    @classmethod
+    def load(cls, name: str, device: torch.device) -> Target:
+        """``"default"`` is the byte-level model in ``assets``; ``"hf:NAME_OR_PATH"`` any Hugging Face causal LM."""
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        if name != "default" and not name.startswith(HUB):
+            raise SystemExit(f"--target takes 'default' or 'hf:NAME_OR_PATH', not {name!r}")
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        path = name.removeprefix(HUB) if name.startswith(HUB) else str(ASSETS / "target")
+        tokenizer = AutoTokenizer.from_pretrained(path) if name.startswith(HUB) else ByteTokenizer()
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device).eval().requires_grad_(False)
+        return cls(model, tokenizer)
+
+    @property
+    def hidden(self) -> int:
+        """Width of the hidden states."""
+        return int(self.model.get_input_embeddings().weight.shape[1])
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of logits per position."""
+        return int(self.model.get_output_embeddings().weight.shape[0])
+
+    def sample_bytes(self, batch: int, length: int) -> int:
+        """Bytes of one sample of ``batch`` rows of ``length`` tokens: aux states, logits, ids and two masks."""
+        floats = FLOAT_BYTES[self.model.dtype] * (3 * self.hidden + self.vocabulary)
+        return batch * length * (floats + 8 * INT64_FEATURES)
+
+    def new_draft(self, seed: int, ttt_steps: int) -> Eagle3Draft:
+        """A draft head for this target; equal for equal seeds, on every rank."""
+        text = self.model.config.get_text_config()
+        config = DraftConfig(
+            hidden=self.hidden,
+            vocabulary=self.vocabulary,
+            heads=text.num_attention_heads if self.hidden % text.num_attention_heads == 0 else 1,
+            intermediate=getattr(text, "intermediate_size", None) or 4 * self.hidden,
+            ttt_steps=ttt_steps,
+        )
+        torch.manual_seed(seed)
+        embedding, head = self.model.get_input_embeddings().weight, self.model.get_output_embeddings().weight
+        return Eagle3Draft(config, embedding, head.float().cpu()).to(self.model.device)
+
+
+class TimedTarget(HFEagle3TargetModel):
+    """Counts the seconds its forwards take and calls ``after(self)`` behind each."""
+
+    def __init__(self, model: Any, after: Callable[[TimedTarget], None] | None = None) -> None:
+        super().__init__(model)
+        self.busy_s = 0.0
+        self.begun: float | None = None
+        self._after = after
+
+    def generate_batch(self, *args: Any, **kwargs: Any) -> Eagle3TargetBatch:
+        """As the base class; on a GPU it also waits for the forward, so that the time is the real one."""
+        begin = time.monotonic()
+        self.begun = begin if self.begun is None else self.begun
+        batch = super().generate_batch(*args, **kwargs)
+        if batch.aux_hidden_states.is_cuda:
+            torch.cuda.current_stream(batch.aux_hidden_states.device).synchronize()
+        self.busy_s += time.monotonic() - begin
+        if self._after is not None:
+            self._after(self)
+        return batch
+
+    @property
+    def idle_share(self) -> float:
+        """The share of the time since the first forward that was spent in none."""
+        elapsed = time.monotonic() - self.begun if self.begun is not None else 0.0
+        return max(0.0, 1.0 - self.busy_s / elapsed) if elapsed else 0.0

@@ -1,0 +1,60 @@
+"""How the pipeline talks to queues: our extensions where a queue has them, the documented methods alone where not."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from nccl_stream.queue import Lease
+
+__all__ = ["accepts_keyword", "ack", "close_queue", "fail", "hand_back", "is_drained"]
+
+
+def accepts_keyword(function: Callable[..., object], name: str) -> bool:
+    """Whether ``function`` can be called with the keyword argument ``name``."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return False
+    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def ack(queue: Any, lease: Lease) -> bool:
+    """Ack ``lease``; False when the queue says that it was not live any more."""
+    if hasattr(queue, "ack_many"):
+        return bool(queue.ack_many((lease,)))
+    queue.ack(lease)
+    return True
+
+
+def fail(queue: Any, lease: Lease, reason: BaseException) -> None:
+    """Fail ``lease``, with the reason where the queue keeps one."""
+    if accepts_keyword(queue.fail, "reason"):
+        queue.fail(lease, reason=reason)
+    else:
+        queue.fail(lease)
+
+
+def hand_back(queue: Any, lease: Lease) -> None:
+    """Return ``lease`` without counting a delivery, where the queue can; fail it elsewhere."""
+    if hasattr(queue, "hand_back"):
+        queue.hand_back(lease)
+    else:
+        queue.fail(lease)
+
+
+def is_drained(queue: Any) -> bool:
+    """Whether nothing more can come: closed, and nothing pending or leased."""
+    if hasattr(queue, "is_drained"):
+        return bool(queue.is_drained)
+    # In this order: once closed, refs only come back from leases, and leases are counted before pending refs.
+    return bool(queue.is_closed and queue.outstanding_count() == 0 and queue.pending_count() == 0)
+
+
+def close_queue(queue: Any, error: BaseException | None) -> None:
+    """Close ``queue``, with the producer's error where the queue passes one on to its consumers."""
+    if error is not None and accepts_keyword(queue.close, "error"):
+        queue.close(error=error)
+    else:
+        queue.close()

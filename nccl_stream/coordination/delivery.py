@@ -1,0 +1,475 @@
+"""Owner-side delivery: the only source of truth for the samples of one target rank.
+
+A pure state machine. Each sample walks RESIDENT → ASSIGNED → IN_FLIGHT → DELIVERED → settled, and back to RESIDENT with
+the next delivery number whenever a draft dies, hands it back, refuses it, or the link fails. Every outcome names the
+delivery it belongs to; one of an earlier delivery changes nothing and is counted.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from nccl_stream.coordination.messages import Announce, Message, OwnerState
+
+__all__ = ["Books", "DeadLetter", "OwnedSample", "OwnerDelivery", "OwnerPort", "Phase"]
+
+
+class Phase(enum.Enum):
+    """Where a sample is on its way."""
+
+    RESIDENT = "resident"
+    ASSIGNED = "assigned"
+    IN_FLIGHT = "in_flight"
+    DELIVERED = "delivered"
+
+
+@dataclass
+class OwnedSample:
+    """One sample of this owner and where it is."""
+
+    sample_id: str
+    ref: dict[str, Any]
+    nbytes: int
+    order: int
+    serial: int
+    phase: Phase = Phase.RESIDENT
+    delivery: int = 0
+    failures: int = 0
+    draft: str = ""
+    seq: int = -1
+    sends: int = 0
+    outcome: str = ""
+
+
+@dataclass(frozen=True)
+class DeadLetter:
+    """A sample whose retry budget is spent."""
+
+    sample_id: str
+    reason: str
+    failures: int
+    draft: str
+
+
+@dataclass
+class Books:
+    """``put = acked + dropped + dead + resident`` at every moment, counted per owner."""
+
+    put: int = 0
+    acked: int = 0
+    dropped: int = 0
+    dead: int = 0
+    resident: int = 0
+    redelivered: int = 0
+    late: int = 0
+    bytes_sent: int = 0
+
+    def balanced(self) -> bool:
+        return self.put == self.acked + self.dropped + self.dead + self.resident
+
+
+class OwnerPort(Protocol):
+    """What the state machine asks for; every method returns at once."""
+
+    def tell(self, draft: str, message: Message) -> None: ...
+
+    def transmit(self, draft: str, gen: int, seq: int, sample: OwnedSample) -> None:
+        """Send the sample's bytes; :meth:`OwnerDelivery.sent` or a link failure reports how it went."""
+        ...
+
+    def settled(self, sample: OwnedSample) -> None:
+        """The sample has its outcome and no transfer touches it: free it."""
+        ...
+
+
+@dataclass
+class _Draft:
+    inc: str
+    rank: int
+    gen: int = 0
+    linked: bool = False
+    ended: bool = False
+    next_seq: int = 0
+    send_seq: int = 0
+    answers: dict[int, bool] = field(default_factory=dict)
+    by_seq: dict[int, str] = field(default_factory=dict)
+    waiting: int = 0
+    coming: int = 0
+    held: set[str] = field(default_factory=set)
+    seen: int = 0
+    told: tuple[bool, str, bool, bool, int] | None = None
+
+
+class OwnerDelivery:
+    """Assignment, fencing and books of one owner.
+
+    Not thread-safe; its owner calls it under one lock.
+
+    Args:
+        port: carries out what is decided.
+        num_drafts: draft ranks of the run.
+        static: assign sample k to draft rank ``k mod num_drafts`` instead of to the least loaded one.
+        window: how many samples may be announced to one draft and not yet answered.
+        max_failures: consumer failures a sample survives; one more makes it a dead letter.
+    """
+
+    def __init__(self, port: OwnerPort, *, num_drafts: int, static: bool, window: int, max_failures: int) -> None:
+        self._port = port
+        self._num_drafts = num_drafts
+        self._static = static
+        self._window = window
+        self._max_failures = max_failures
+        self._samples: dict[str, OwnedSample] = {}
+        self._drafts: dict[str, _Draft] = {}
+        self._queues: dict[int, deque[str]] = {}
+        self._awaited: set[int] = set(range(num_drafts))
+        self._closed = False
+        self._error = ""
+        self._ended = False
+        self._drop_rest = False
+        self._undelivered = 0
+        self.books = Books()
+        self.dead_letters: list[DeadLetter] = []
+
+    # -- what the user does ------------------------------------------------------------------------------------------
+
+    def offer(self, sample_id: str, ref: dict[str, Any], nbytes: int, order: int) -> None:
+        """Take a sample in for delivery."""
+        if sample_id in self._samples:
+            raise AssertionError(f"sample {sample_id!r} offered twice")  # the queue has already refused it
+        sample = OwnedSample(sample_id, ref, nbytes, order, self.books.put)
+        self._samples[sample_id] = sample
+        self.books.put += 1
+        self.books.resident += 1
+        self._undelivered += 1
+        if self._drop_rest:
+            self._finish(sample, "dropped")
+        else:
+            self._enqueue(sample, front=False)
+        self.assign()
+
+    def close(self, error: str = "") -> None:
+        """No more samples will be offered; ``error`` tells the drafts why, when it was a failure."""
+        self._closed = True
+        self._error = self._error or error
+        self.assign()
+
+    # -- who is there ------------------------------------------------------------------------------------------------
+
+    def draft_joined(self, inc: str, rank: int) -> None:
+        self._awaited.add(rank)
+        self._drafts[inc] = _Draft(inc, rank)
+        self.assign()
+
+    def draft_gone(self, inc: str, *, awaited: bool) -> None:
+        """The draft died or left: what it had not settled goes to others, or waits for its next incarnation."""
+        draft = self._drafts.pop(inc, None)
+        if draft is None:
+            return
+        if not awaited:
+            self._awaited.discard(draft.rank)
+        self._take_back(sorted(draft.held, key=lambda sid: self._samples[sid].order))
+        self.assign()
+
+    def stop_awaiting(self, rank: int) -> None:
+        """The dead draft of this rank has not come back in time."""
+        self._awaited.discard(rank)
+        self.assign()
+
+    def draft_ended(self, inc: str) -> None:
+        """The draft takes nothing more (its agreed end has come)."""
+        if inc in self._drafts:
+            self._drafts[inc].ended = True
+            self.assign()
+
+    def link_up(self, inc: str, gen: int) -> None:
+        draft = self._drafts.get(inc)
+        if draft is None or (draft.gen >= gen and draft.linked):
+            return
+        draft.gen, draft.linked = gen, True
+        draft.next_seq = draft.send_seq = draft.waiting = 0
+        draft.answers.clear()
+        draft.by_seq.clear()
+        self.assign()
+
+    def link_down(self, inc: str, gen: int) -> None:
+        """Everything announced or in flight on that link will be delivered anew; what was delivered stays delivered."""
+        draft = self._drafts.get(inc)
+        if draft is None or draft.gen != gen or not draft.linked:
+            return
+        draft.linked = False
+        back = [sid for sid in draft.held if self._samples[sid].phase in (Phase.ASSIGNED, Phase.IN_FLIGHT)]
+        self._take_back(sorted(back, key=lambda sid: self._samples[sid].order))
+        draft.waiting = 0
+        self.assign()
+
+    @property
+    def anybody_left(self) -> bool:
+        """Whether some draft is there, or awaited, that may still take samples."""
+        return any(not draft.ended for draft in self._drafts.values()) or (bool(self._awaited) and not self._ended)
+
+    def starving(self) -> bool:
+        """Whether a linked draft that takes samples has nothing from us."""
+        return any(d.linked and not d.ended and not d.held for d in self._drafts.values())
+
+    # -- delivery ----------------------------------------------------------------------------------------------------
+
+    def ready(self, inc: str, gen: int, seq: int) -> None:
+        """The draft has a slot for ``seq``; sends go out strictly in seq order."""
+        self._answer(inc, gen, seq, accepted=True)
+
+    def refused(self, inc: str, gen: int, seq: int, reason: str, *, fault: bool) -> None:
+        """The draft will not take it; a ``fault`` counts as a failure of the sample."""
+        sid = self._answer(inc, gen, seq, accepted=False)
+        if sid is None:
+            return
+        if fault:
+            self._fail(self._samples[sid], 1, f"refused: {reason}")
+        else:
+            self._take_back([sid])
+        self.assign()
+
+    def adopted(self, inc: str, gen: int, seq: int) -> None:
+        """An earlier delivery of this sample has arrived there in full after all: count this one as delivered."""
+        sid = self._answer(inc, gen, seq, accepted=False)
+        if sid is not None:
+            self._mark_delivered(self._samples[sid])
+            self._tell_states()
+
+    def _answer(self, inc: str, gen: int, seq: int, *, accepted: bool) -> str | None:
+        draft = self._drafts.get(inc)
+        if draft is None or not draft.linked or draft.gen != gen or seq not in draft.by_seq or seq in draft.answers:
+            self.books.late += 1
+            return None
+        draft.answers[seq] = accepted
+        draft.waiting -= 1
+        sid = draft.by_seq[seq]
+        while draft.send_seq in draft.answers:
+            number = draft.send_seq
+            draft.send_seq += 1
+            owner_of_seq = draft.by_seq.pop(number)
+            if draft.answers.pop(number):
+                self._transmit(draft, number, owner_of_seq)
+        self.assign()
+        return sid
+
+    def _transmit(self, draft: _Draft, seq: int, sample_id: str) -> None:
+        sample = self._samples[sample_id]
+        sample.phase = Phase.IN_FLIGHT
+        sample.sends += 1
+        self._port.transmit(draft.inc, draft.gen, seq, sample)
+
+    def sent(self, inc: str, gen: int, seq: int, sample_id: str, nbytes: int) -> None:
+        """The transfer has completed on our side."""
+        self.books.bytes_sent += nbytes
+        self.transfer_over(sample_id)
+        draft = self._drafts.get(inc)
+        sample = self._samples.get(sample_id)
+        if draft is None or draft.gen != gen or sample is None or sample.draft != inc or sample.seq != seq:
+            return
+        if sample.phase is Phase.IN_FLIGHT:
+            self._mark_delivered(sample)
+        self._tell_states()
+
+    def _mark_delivered(self, sample: OwnedSample) -> None:
+        sample.phase = Phase.DELIVERED
+        self._drafts[sample.draft].coming -= 1
+        self._undelivered -= 1
+
+    def transfer_over(self, sample_id: str) -> None:
+        """A transfer of the sample has ended, well or not: its memory is no longer being read by it."""
+        sample = self._samples.get(sample_id)
+        if sample is None:
+            return
+        sample.sends -= 1
+        if sample.outcome and sample.sends == 0:
+            self._release(sample)
+
+    def settle(self, inc: str, items: list[Any]) -> None:
+        """Outcomes from a draft: ``[sample_id, delivery, outcome, failures, reason]`` each; see ``messages.Settle``."""
+        draft = self._drafts.get(inc)
+        for sample_id, delivery, outcome, failures, reason in items:
+            if draft is not None and outcome != "ack":
+                draft.seen += 1
+            sample = self._samples.get(sample_id)
+            current = sample is not None and not sample.outcome and sample.draft == inc and sample.delivery == delivery
+            if sample is None or not current or sample.phase is Phase.ASSIGNED:
+                self.books.late += 1
+                continue
+            if outcome == "ack":
+                self._finish(sample, "acked")
+            elif outcome == "drop":
+                self._finish(sample, "dropped")
+            elif outcome == "fail":
+                self._fail(sample, failures, reason)
+            else:
+                self._take_back([sample_id])
+        self.assign()
+
+    def drop_rest(self) -> None:
+        """An agreed end: what is not in a draft's hands is dropped, now and whenever it comes back.
+
+        What is announced or in flight is left to the draft's answer: it may have posted the receive already.
+        """
+        self._ended = self._drop_rest = True
+        for sample in [s for s in self._samples.values() if s.phase is Phase.RESIDENT and not s.outcome]:
+            self._finish(sample, "dropped")
+        self.assign()
+
+    def end(self) -> None:
+        """The run has ended for all drafts: nobody is awaited any more."""
+        self._ended = True
+        self.assign()
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _queue_of(self, sample: OwnedSample) -> int:
+        slot = sample.order % self._num_drafts
+        return slot if self._static and slot in self._awaited else -1
+
+    def _enqueue(self, sample: OwnedSample, *, front: bool) -> None:
+        queue = self._queues.setdefault(self._queue_of(sample), deque())
+        queue.appendleft(sample.sample_id) if front else queue.append(sample.sample_id)
+
+    def _take_back(self, sample_ids: list[str]) -> None:
+        """Make samples RESIDENT again under their next delivery number, ahead of those not yet assigned."""
+        for sample_id in reversed(sample_ids):
+            sample = self._samples[sample_id]
+            self._detach(sample)
+            sample.phase = Phase.RESIDENT
+            sample.delivery += 1
+            self.books.redelivered += 1
+            if self._drop_rest:
+                self._finish(sample, "dropped")
+            else:
+                self._enqueue(sample, front=True)
+
+    def _detach(self, sample: OwnedSample) -> None:
+        """Take the sample out of its draft's hands; it then counts as undelivered."""
+        if sample.phase is Phase.DELIVERED:
+            self._undelivered += 1
+        draft = self._drafts.get(sample.draft)
+        if draft is not None and sample.sample_id in draft.held:
+            draft.held.discard(sample.sample_id)
+            draft.coming -= sample.phase is not Phase.DELIVERED
+        sample.draft, sample.seq = "", -1
+
+    def _fail(self, sample: OwnedSample, failures: int, reason: str) -> None:
+        sample.failures += max(failures, 1)
+        if sample.failures > self._max_failures:
+            self.dead_letters.append(DeadLetter(sample.sample_id, reason, sample.failures, sample.draft))
+            self._finish(sample, "dead")
+        else:
+            self._take_back([sample.sample_id])
+
+    def _finish(self, sample: OwnedSample, outcome: str) -> None:
+        self._detach(sample)
+        self._undelivered -= 1
+        sample.outcome = outcome
+        setattr(self.books, outcome, getattr(self.books, outcome) + 1)
+        self.books.resident -= 1
+        if sample.sends == 0:
+            self._release(sample)
+
+    def _release(self, sample: OwnedSample) -> None:
+        del self._samples[sample.sample_id]
+        self._port.settled(sample)
+
+    def _head(self, slot: int) -> OwnedSample | None:
+        """First sample of a queue that still waits there; entries that were finished meanwhile are skipped."""
+        queue = self._queues.get(slot)
+        while queue:
+            sample = self._samples.get(queue[0])
+            if sample is not None and sample.phase is Phase.RESIDENT and not sample.outcome:
+                return sample
+            queue.popleft()
+        return None
+
+    def assign(self) -> None:
+        """Announce what can be announced, then tell the drafts how things stand."""
+        if not self._error:
+            self._merge_orphaned_queues()
+            for slot in sorted(self._queues):
+                while (sample := self._head(slot)) is not None and (draft := self._choose(slot)) is not None:
+                    self._queues[slot].popleft()
+                    self._announce(draft, sample)
+        self._tell_states()
+
+    def _merge_orphaned_queues(self) -> None:
+        """Samples bound to a rank that nobody awaits any more go to whoever has least."""
+        for slot in [slot for slot in self._queues if slot >= 0 and slot not in self._awaited]:
+            self._queues.setdefault(-1, deque()).extend(self._queues.pop(slot))
+
+    def _choose(self, slot: int) -> _Draft | None:
+        able = [
+            draft
+            for draft in self._drafts.values()
+            if draft.linked and not draft.ended and draft.waiting < self._window and slot in (-1, draft.rank)
+        ]
+        return min(able, key=lambda draft: (len(draft.held), draft.rank), default=None)
+
+    def _announce(self, draft: _Draft, sample: OwnedSample) -> None:
+        seq = draft.next_seq
+        draft.next_seq += 1
+        draft.waiting += 1
+        draft.coming += 1
+        draft.by_seq[seq] = sample.sample_id
+        draft.held.add(sample.sample_id)
+        sample.draft, sample.seq, sample.phase = draft.inc, seq, Phase.ASSIGNED
+        self._port.tell(
+            draft.inc,
+            Announce(draft.gen, seq, sample.serial, sample.delivery, sample.order, sample.failures, sample.ref),
+        )
+
+    def _idle_for(self, draft: _Draft) -> bool:
+        """Whether nothing is left that could still be delivered to this draft."""
+        if not self._static:
+            return self._undelivered == 0
+        return draft.coming == 0 and self._head(-1) is None and self._head(draft.rank) is None
+
+    def _tell_states(self) -> None:
+        if not self._closed:
+            return
+        settled = self.books.resident == 0
+        for draft in self._drafts.values():
+            state = (True, self._error, self._idle_for(draft), settled, draft.seen)
+            if state != draft.told:
+                draft.told = state
+                closed, error, idle, done, seen = state
+                self._port.tell(draft.inc, OwnerState(closed, error, idle, done, seen))
+
+    # -- looking in --------------------------------------------------------------------------------------------------
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    @property
+    def error(self) -> str:
+        """Why the owner closed, when that was a failure."""
+        return self._error
+
+    @property
+    def undelivered(self) -> int:
+        """Samples without outcome that no draft has in full."""
+        return self._undelivered
+
+    @property
+    def all_settled(self) -> bool:
+        return self.books.resident == 0
+
+    def resident_ids(self) -> list[str]:
+        """Ids of the samples without outcome, oldest first."""
+        return [sample.sample_id for sample in self._samples.values() if not sample.outcome]
+
+    def phases(self) -> Mapping[str, Phase]:
+        """Where each unsettled sample is; for tests and reports."""
+        return {sid: sample.phase for sid, sample in self._samples.items() if not sample.outcome}
+
+    def unacked(self) -> Mapping[str, int]:
+        """Samples each draft has and has not settled."""
+        return {inc: len(draft.held) for inc, draft in self._drafts.items()}

@@ -1,0 +1,411 @@
+"""Draft-side intake: what is announced, for what memory is granted, what has arrived and in which order it is yielded.
+
+A pure state machine. Memory is granted in the order in which samples will be yielded, and only to the head of each
+link, so that later samples never fill the arena while an earlier one waits, and receives are posted in the order in
+which the owner sends.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from nccl_stream.coordination.messages import Adopt, Announce, Message, OwnerState, Ready, Refuse, Settle
+from nccl_stream.errors import NcclStreamError
+from nccl_stream.refs import SampleRef
+
+__all__ = ["Delivery", "DraftIntake", "IntakePort", "IntakeStatistics"]
+
+# Acked serials remembered per owner: an ack can be in flight while the owner delivers anew after a link failure, or
+# while it dies. Far above what is ever outstanding per pair.
+REMEMBERED_ACKS = 65536
+
+
+@dataclass
+class Delivery:
+    """One delivery at this draft, from its announcement to its outcome.
+
+    ``touched`` is set once tensors were handed to the user: the bytes may have been written to since.
+    """
+
+    owner: str
+    gen: int
+    seq: int
+    serial: int
+    number: int
+    order: int
+    failures: int
+    ref: SampleRef
+    nbytes: int
+    arrival: int
+    slot: Any = None
+    void: bool = False
+    touched: bool = False
+
+    @property
+    def sample_id(self) -> str:
+        return self.ref.sample_id
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """``(store_uri, sample_id)``: two owners may use the same id."""
+        return self.ref.store_uri, self.ref.sample_id
+
+
+class IntakePort(Protocol):
+    """What the state machine asks for; every method returns at once."""
+
+    def tell(self, owner: str, message: Message) -> None: ...
+
+    def check(self, owner: str, ref: SampleRef) -> int:
+        """Bytes of the slot the sample needs; raises an :class:`NcclStreamError` when it cannot be taken."""
+        ...
+
+    def reserve(self, nbytes: int, label: str) -> Any | None: ...
+
+    def receive(self, delivery: Delivery) -> None:
+        """Post the receive into ``delivery.slot``; :meth:`DraftIntake.transfer_over` reports how it went."""
+        ...
+
+    def yielded(self, delivery: Delivery) -> None:
+        """The sample is here and it is its turn."""
+        ...
+
+    def free(self, delivery: Delivery) -> None:
+        """The delivery has its outcome; its slot may return once nobody uses it any more."""
+        ...
+
+
+@dataclass
+class IntakeStatistics:
+    """Counts since the intake was made."""
+
+    received: int = 0
+    bytes_received: int = 0
+    stale: int = 0
+    refused: int = 0
+    adopted: int = 0
+    voided: int = 0
+    order_relaxed: int = 0
+
+
+@dataclass
+class _Owner:
+    inc: str
+    rank: int
+    gen: int = 0
+    up: bool = False
+    queue: deque[Delivery] = field(default_factory=deque)
+    transfers: dict[tuple[int, int], Delivery] = field(default_factory=dict)
+    acked: OrderedDict[int, str] = field(default_factory=OrderedDict)
+    frontier: int = 0
+    returns: int = 0
+    state: OwnerState = field(default_factory=lambda: OwnerState(False, "", False, False, 0))
+    gone: str = ""
+
+
+class DraftIntake:
+    """All owners as one draft rank sees them.
+
+    Not thread-safe; its owner calls it under one lock.
+
+    Args:
+        port: carries out what is decided.
+        rank: this draft's rank.
+        num_targets: target ranks of the run.
+        num_drafts: draft ranks of the run.
+        static: yield in the global order instead of in the order of arrival.
+    """
+
+    def __init__(self, port: IntakePort, *, rank: int, num_targets: int, num_drafts: int, static: bool) -> None:
+        self._port = port
+        self._rank = rank
+        self._num_targets = num_targets
+        self._num_drafts = num_drafts
+        self._static = static
+        self._owners: dict[str, _Owner] = {}
+        self._arrivals = 0
+        self._waiting: list[Delivery] = []
+        self._yield_floor = 0
+        self._stopped = ""
+        self.held: dict[tuple[str, str], Delivery] = {}
+        self.blocked: Delivery | None = None
+        self.statistics = IntakeStatistics()
+
+    # -- owners and links --------------------------------------------------------------------------------------------
+
+    def owner_joined(self, inc: str, rank: int) -> None:
+        self._owners.setdefault(inc, _Owner(inc, rank))
+
+    def owner_gone(self, inc: str, kind: str) -> None:
+        """Nothing more comes from this owner. What has arrived stays; what is in transfer ends with the link."""
+        owner = self._owners.get(inc)
+        if owner is not None and not owner.gone:
+            owner.gone = kind
+            self._reset_link(owner)
+            self.grant()
+
+    def link_opening(self, inc: str, gen: int) -> None:
+        """The owner minted generation ``gen``; announcements of it may come from now on."""
+        owner = self._owners[inc]
+        if gen > owner.gen:
+            self._reset_link(owner)
+            owner.gen = gen
+
+    def link_up(self, inc: str, gen: int) -> None:
+        owner = self._owners[inc]
+        if owner.gen == gen and not owner.gone:
+            owner.up = True
+            self.grant()
+
+    def link_down(self, inc: str, gen: int) -> None:
+        owner = self._owners[inc]
+        if owner.gen == gen:
+            self._reset_link(owner)
+            self.grant()
+
+    def _reset_link(self, owner: _Owner) -> None:
+        owner.up = False
+        orders = [delivery.order for delivery in owner.queue]
+        owner.queue.clear()
+        for delivery in owner.transfers.values():
+            delivery.void = True
+            orders.append(delivery.order)
+        owner.frontier = min([owner.frontier, *(order for order in orders if order >= self._yield_floor)])
+
+    # -- announcements -----------------------------------------------------------------------------------------------
+
+    def announced(self, inc: str, message: Announce) -> None:
+        """Take an announcement; answers at once when it is refused or already here, else when memory is granted."""
+        owner = self._owners.get(inc)
+        if owner is None or owner.gone or message.gen != owner.gen:
+            self.statistics.stale += 1
+            return
+        try:
+            ref = SampleRef.from_wire(message.ref)
+            nbytes = self._port.check(inc, ref)
+        except NcclStreamError as exc:
+            self._refuse(inc, message.gen, message.seq, str(exc), fault=True)
+            return
+        if self._already_here(owner, message, ref):
+            return
+        if self._stopped:
+            self._refuse(inc, message.gen, message.seq, self._stopped, fault=False)
+            return
+        self._arrivals += 1
+        owner.queue.append(
+            Delivery(
+                inc, message.gen, message.seq, message.serial, message.delivery, message.order, message.failures, ref,
+                nbytes, self._arrivals,
+            )
+        )  # fmt: skip
+        self.grant()
+
+    def _refuse(self, owner: str, gen: int, seq: int, reason: str, *, fault: bool) -> None:
+        self.statistics.refused += 1
+        self._port.tell(owner, Refuse(gen, seq, fault, reason[:2000]))
+
+    def _already_here(self, owner: _Owner, message: Announce, ref: SampleRef) -> bool:
+        """A delivery that the owner took for failed did arrive: keep it, under its new number, instead of fetching it.
+
+        Returns whether the announcement has been answered.
+        """
+        held = self.held.get((ref.store_uri, ref.sample_id))
+        if held is not None and held.serial != message.serial:
+            self._refuse(owner.inc, message.gen, message.seq, "its id is still in use by an earlier put", fault=True)
+            return True
+        if held is not None:
+            held.number = message.delivery
+            self.statistics.adopted += 1
+            self._port.tell(owner.inc, Adopt(message.gen, message.seq))
+            return True
+        if message.serial in owner.acked:
+            self.statistics.adopted += 1
+            self._port.tell(owner.inc, Adopt(message.gen, message.seq))
+            self._port.tell(owner.inc, Settle([[ref.sample_id, message.delivery, "ack", 0, ""]]))
+            return True
+        return False
+
+    # -- memory ------------------------------------------------------------------------------------------------------
+
+    def grant(self) -> None:
+        """Give memory to whoever is next, as long as there is any; then yield what has its turn."""
+        while True:
+            self.blocked = None
+            delivery = self._next()
+            if delivery is None:
+                break
+            slot = self._port.reserve(delivery.nbytes, f"{delivery.sample_id} of {delivery.owner}")
+            if slot is None:
+                self.blocked = delivery
+                break
+            owner = self._owners[delivery.owner]
+            owner.queue.popleft()
+            owner.frontier = max(owner.frontier, delivery.order + 1)
+            owner.transfers[delivery.gen, delivery.seq] = delivery
+            delivery.slot = slot
+            self._port.receive(delivery)
+            self._port.tell(delivery.owner, Ready(delivery.gen, delivery.seq))
+        self._yield_in_order()
+
+    def _next(self) -> Delivery | None:
+        heads = [owner.queue[0] for owner in self._owners.values() if owner.queue and owner.up]
+        if not self._static:
+            return min(heads, key=lambda delivery: delivery.arrival, default=None)
+        late = [head for head in heads if head.order < self._yield_floor]
+        if late:
+            return late[0]
+        first = min(((order, inc) for inc, order in self._expected().items()), default=None)
+        return next((head for head in heads if first is not None and head.owner == first[1]), None)
+
+    def _expected(self) -> dict[str, int]:
+        """Per owner, the smallest order it can still bring for the first time; owners that bring none are left out."""
+        expected: dict[str, int] = {}
+        for inc, owner in self._owners.items():
+            if owner.queue:
+                fresh = [d.order for d in owner.queue if d.order >= self._yield_floor]
+                if fresh:
+                    expected[inc] = fresh[0]
+                    continue
+            if owner.gone or (owner.state.closed and owner.state.idle):
+                continue
+            order = self._next_in_class(owner.rank, owner.frontier)
+            if order is not None:
+                expected[inc] = order
+        return expected
+
+    def _next_in_class(self, target_rank: int, floor: int) -> int | None:
+        """Smallest k >= floor with ``k mod T == target_rank`` and ``k mod D == rank``; None when there is no such k."""
+        if (target_rank - self._rank) % math.gcd(self._num_targets, self._num_drafts):
+            return None
+        order = floor + (self._rank - floor) % self._num_drafts
+        while order % self._num_targets != target_rank:
+            order += self._num_drafts
+        return order
+
+    # -- arrival -----------------------------------------------------------------------------------------------------
+
+    def transfer_over(self, delivery: Delivery, *, ok: bool) -> None:
+        """A posted receive has ended and nothing writes to its slot any more."""
+        owner = self._owners[delivery.owner]
+        owner.transfers.pop((delivery.gen, delivery.seq), None)
+        if not ok or delivery.void:
+            self.statistics.voided += 1
+            self._settle(delivery, "back", 0, "the link failed")
+        elif self._stopped:
+            self._settle(delivery, "back", 0, self._stopped)
+        else:
+            self.statistics.received += 1
+            self.statistics.bytes_received += delivery.nbytes
+            self.held[delivery.key] = delivery
+            self._waiting.append(delivery)
+        self.grant()
+
+    def _yield_in_order(self) -> None:
+        if not self._static:
+            for delivery in self._waiting:
+                self._port.yielded(delivery)
+            self._waiting.clear()
+            return
+        self._waiting.sort(key=lambda delivery: delivery.order)
+        while self._waiting and self._has_its_turn(self._waiting[0]):
+            self._yield_first()
+
+    def _yield_first(self) -> None:
+        delivery = self._waiting.pop(0)
+        self._yield_floor = max(self._yield_floor, delivery.order + 1)
+        self._port.yielded(delivery)
+
+    def _has_its_turn(self, delivery: Delivery) -> bool:
+        if delivery.order < self._yield_floor:
+            return True
+        coming = [d.order for owner in self._owners.values() for d in owner.transfers.values() if not d.void]
+        earliest = min([*coming, *self._expected().values()], default=delivery.order)
+        return earliest >= delivery.order
+
+    def relax_order(self) -> bool:
+        """Yield the earliest arrival out of turn; for when a failed link's samples find no memory. True if it did."""
+        if not self._waiting or self.blocked is None or any(owner.transfers for owner in self._owners.values()):
+            return False
+        self.statistics.order_relaxed += 1
+        self._yield_first()
+        return True
+
+    # -- outcomes ----------------------------------------------------------------------------------------------------
+
+    def settle(self, key: tuple[str, str], outcome: str, failures: int = 0, reason: str = "") -> Delivery | None:
+        """Give a held delivery its outcome and tell its owner; None when it is not held."""
+        delivery = self.held.pop(key, None)
+        if delivery is None:
+            return None
+        if delivery in self._waiting:
+            self._waiting.remove(delivery)
+        self._settle(delivery, outcome, failures, reason)
+        return delivery
+
+    def _settle(self, delivery: Delivery, outcome: str, failures: int, reason: str) -> None:
+        owner = self._owners[delivery.owner]
+        if outcome == "ack":
+            owner.acked[delivery.serial] = delivery.sample_id
+            if len(owner.acked) > REMEMBERED_ACKS:
+                owner.acked.popitem(last=False)
+        elif not owner.gone:
+            owner.returns += 1
+        if not owner.gone:
+            item = [delivery.sample_id, delivery.number, outcome, failures, reason[:2000]]
+            self._port.tell(delivery.owner, Settle([item]))
+        self._port.free(delivery)
+
+    def stop(self, reason: str) -> None:
+        """Take nothing more: what is announced is refused without fault, what still arrives is handed back."""
+        if self._stopped:
+            return
+        self._stopped = reason
+        for owner in self._owners.values():
+            for delivery in owner.queue:
+                self._refuse(delivery.owner, delivery.gen, delivery.seq, reason, fault=False)
+            owner.queue.clear()
+        self.blocked = None
+
+    # -- looking in --------------------------------------------------------------------------------------------------
+
+    def owner_state(self, inc: str, state: OwnerState) -> None:
+        owner = self._owners.get(inc)
+        if owner is not None:
+            owner.state = state
+            self.grant()
+
+    def drained(self) -> bool:
+        """Whether nothing can come any more from the owners seen so far, unless a held sample is failed."""
+        return all(not owner.transfers and (owner.gone or self._is_idle(owner)) for owner in self._owners.values())
+
+    def all_settled(self) -> bool:
+        """Whether every sample of every living owner has its outcome."""
+        return all(owner.gone or (owner.state.closed and owner.state.settled) for owner in self._owners.values())
+
+    @staticmethod
+    def _is_idle(owner: _Owner) -> bool:
+        state = owner.state
+        return state.closed and state.idle and not owner.queue and state.seen >= owner.returns
+
+    def owner_errors(self) -> list[tuple[str, str]]:
+        """``(owner, error)`` of every owner that said it failed."""
+        return [(owner.inc, owner.state.error) for owner in self._owners.values() if owner.state.error]
+
+    def living_owners(self) -> list[str]:
+        return [owner.inc for owner in self._owners.values() if not owner.gone]
+
+    def all_closed(self) -> bool:
+        """Whether every living owner said that it will put nothing more."""
+        return all(owner.gone or owner.state.closed for owner in self._owners.values())
+
+    def in_transfer(self, inc: str) -> int:
+        return len(self._owners[inc].transfers) if inc in self._owners else 0
+
+    def estate(self, inc: str) -> tuple[list[str], list[str]]:
+        """Ids held and ids acked of an owner that is gone."""
+        held = [delivery.sample_id for delivery in self.held.values() if delivery.owner == inc]
+        owner = self._owners.get(inc)
+        return held, [] if owner is None else list(owner.acked.values())

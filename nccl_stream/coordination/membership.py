@@ -1,0 +1,429 @@
+"""Who is in the run: epochs, roster, tombstones and the rules by which a process is held to be alive.
+
+All of it is documents in the store, changed by compare-and-set, so that no process is needed to keep it. A newcomer
+trusts an epoch only while it sees a heartbeat in it advance (or when it founded the epoch itself): a document that an
+earlier life left behind never does.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from nccl_stream.coordination.kv import ControlStore
+from nccl_stream.errors import ConfigError, MembershipError, WireFormatError
+
+__all__ = ["Gone", "Identity", "Member", "Membership", "RunShape", "Timing"]
+
+_POLL_S = 0.05
+
+
+@dataclass(frozen=True)
+class Timing:
+    """The control plane's clockwork, in seconds.
+
+    Attributes:
+        heartbeat_s: period at which a process publishes its status and looks at a few others.
+        death_s: an observer that has seen no advance for this long buries the process.
+        fence_s: a process whose last *answered* call was sent longer ago stops itself. Below ``death_s``, so that a
+            cut-off process has stopped before anybody hands its samples on.
+        connect_s: forming the run, and each wait for a peer during it.
+    """
+
+    heartbeat_s: float = 1.0
+    death_s: float = 20.0
+    fence_s: float = 12.0
+    connect_s: float = 300.0
+
+
+@dataclass(frozen=True)
+class RunShape:
+    """What all processes of a run must agree on before anything is exchanged.
+
+    Attributes:
+        run_id: name of the run; part of every key.
+        scope: separates lives of one launch on the same store (torchrun's restart count), else ``"0"``.
+        num_targets: target ranks.
+        num_drafts: draft ranks.
+        one_launch: all ranks start and restart together; nobody joins a run that has begun.
+        shared_config: configuration values that must be equal everywhere.
+    """
+
+    run_id: str
+    scope: str
+    num_targets: int
+    num_drafts: int
+    one_launch: bool
+    shared_config: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def root(self) -> str:
+        return f"nccl_stream/{self.run_id}/{self.scope}"
+
+    def slots(self) -> list[tuple[str, int]]:
+        """Every (role, rank) of the run, targets first."""
+        return [("target", rank) for rank in range(self.num_targets)] + [
+            ("draft", rank) for rank in range(self.num_drafts)
+        ]
+
+
+@dataclass(frozen=True)
+class Identity:
+    """This process as the others will know it."""
+
+    role: str
+    rank: int
+    host: str
+    pid: int
+    device: str
+    versions: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Gone:
+    """Why an incarnation is no longer a member: ``died``, ``left`` or ``failed``."""
+
+    kind: str
+    reason: str
+    by: str
+
+
+@dataclass(frozen=True)
+class Member:
+    """One incarnation in the roster."""
+
+    inc: str
+    role: str
+    rank: int
+    host: str
+    pid: int
+    device: str
+    versions: dict[str, str]
+    gone: Gone | None = None
+
+    @property
+    def label(self) -> str:
+        """How messages name it to people."""
+        return f"{self.role} rank {self.rank} ({self.host} pid {self.pid})"
+
+
+def _parse_member(value: Any, role: str, rank: int) -> Member | None:
+    """The member in a slot document; None for an empty slot."""
+    if isinstance(value, WireFormatError):
+        raise value
+    if value == {"inc": ""}:
+        return None
+    names = {"inc", "role", "rank", "host", "pid", "device", "versions"}
+    if type(value) is not dict or value.keys() != names:
+        raise WireFormatError(f"roster slot {role}/{rank} is not a member document")
+    texts = [value["inc"], value["role"], value["host"], value["device"]]
+    if any(type(text) is not str or not text or len(text) > 256 for text in texts):
+        raise WireFormatError(f"roster slot {role}/{rank} has a bad text field")
+    versions = value["versions"]
+    if type(versions) is not dict or any(type(v) is not str or len(v) > 128 for v in versions.values()):
+        raise WireFormatError(f"roster slot {role}/{rank} has bad versions")
+    if (
+        [value["role"], value["rank"]] != [role, rank]
+        or type(value["rank"]) is not int
+        or type(value["pid"]) is not int
+    ):
+        raise WireFormatError(f"roster slot {role}/{rank} describes somebody else")
+    return Member(**value)
+
+
+def _parse_gone(value: Any) -> Gone | None:
+    if type(value) is dict and value == {"kind": ""}:
+        return None
+    if (
+        type(value) is dict
+        and value.keys() == {"kind", "reason", "by"}
+        and value["kind"] in ("died", "left", "failed")
+        and type(value["reason"]) is str
+        and type(value["by"]) is str
+    ):
+        return Gone(value["kind"], value["reason"][:2000], value["by"][:256])
+    raise WireFormatError("damaged tombstone")
+
+
+class Membership:
+    """Joining, the roster and tombstones; called from one thread at a time with that thread's client.
+
+    Args:
+        root: client rooted at ``shape.root``.
+        shape: what the run looks like.
+        identity: this process.
+        timing: the clockwork.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        root: ControlStore,
+        shape: RunShape,
+        identity: Identity,
+        timing: Timing,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._root = root
+        self.shape = shape
+        self.identity = identity
+        self._timing = timing
+        self._clock = clock
+        self._sleep = sleep
+        self.inc = f"{identity.role[0]}{identity.rank}-{uuid.uuid4().hex[:12]}"
+        self.epoch = ""
+        self._seen: dict[str, tuple[int, float]] = {}
+
+    def use(self, root: ControlStore) -> None:
+        """From now on called from another thread, with that thread's client."""
+        self._root = root
+
+    # -- joining ---------------------------------------------------------------------------------------------------
+
+    def join(self) -> None:
+        """Enter the current epoch, or found one; returns once this incarnation is in the roster.
+
+        Blocks up to ``connect_s``.
+
+        Raises:
+            MembershipError: another live process holds this (role, rank), or no epoch could be entered in time.
+            ConfigError: this process and the run disagree on the configuration.
+        """
+        deadline = self._clock() + self._timing.connect_s
+        why = "the store held no epoch"
+        while self._clock() < deadline:
+            document = self._root.get("epoch")
+            if document is None or self._is_over(document):
+                if self._found(document):
+                    return
+                continue
+            epoch = self._check_epoch(document)
+            if not self._looks_alive(epoch, deadline):
+                why = f"epoch {epoch} shows no living member"
+                if self._found(document):
+                    return
+                continue
+            self._check_config(document)
+            self.epoch = epoch
+            if self._take_slot(deadline):
+                return
+            why = f"{self.identity.role} rank {self.identity.rank} of epoch {epoch} has been in use"
+            self._sleep(_POLL_S)
+        raise MembershipError(
+            f"{self.identity.role} rank {self.identity.rank} could not join run {self.shape.run_id!r} within "
+            f"{self._timing.connect_s:.0f} s: {why}"
+        )
+
+    def _epoch_document(self, epoch: str) -> dict[str, Any]:
+        return {
+            "epoch": epoch,
+            "minter": self.inc,
+            "num_targets": self.shape.num_targets,
+            "num_drafts": self.shape.num_drafts,
+            "config": dict(self.shape.shared_config),
+        }
+
+    def _found(self, previous: Any) -> bool:
+        epoch = uuid.uuid4().hex[:16]
+        if not self._root.compare_set("epoch", previous, self._epoch_document(epoch)):
+            return False
+        self.epoch = epoch
+        empty = {f"e/{epoch}/slot/{role}/{rank}": {"inc": ""} for role, rank in self.shape.slots()}
+        self._root.set_many({**empty, f"e/{epoch}/rev": self.inc})
+        return self._take_slot(self._clock() + self._timing.connect_s)
+
+    def _check_epoch(self, document: Any) -> str:
+        if (
+            type(document) is not dict
+            or document.keys() != self._epoch_document("").keys()
+            or type(document["epoch"]) is not str
+            or not document["epoch"].isalnum()
+            or type(document["minter"]) is not str
+            or type(document["config"]) is not dict
+        ):
+            raise WireFormatError(f"the store's epoch document of run {self.shape.run_id!r} is damaged")
+        return str(document["epoch"])
+
+    def _is_over(self, document: Any) -> bool:
+        return self._root.get(f"e/{self._check_epoch(document)}/over") is not None
+
+    def _looks_alive(self, epoch: str, deadline: float) -> bool:
+        """Whether some member's heartbeat advances while we look; waits up to a few heartbeats."""
+        patience = min(deadline, self._clock() + max(3 * self._timing.heartbeat_s, 2.0) + self._timing.heartbeat_s)
+        first: dict[str, Any] = {}
+        while self._clock() < patience:
+            for role, rank in self.shape.slots():
+                slot = self._root.get(f"e/{epoch}/slot/{role}/{rank}")
+                if type(slot) is not dict or not slot.get("inc"):
+                    continue
+                status = self._root.get(f"e/{epoch}/status/{slot['inc']}")
+                if status is None:
+                    continue
+                if slot["inc"] in first and first[slot["inc"]] != status:
+                    return True
+                first.setdefault(slot["inc"], status)
+            if self._root.get(f"e/{epoch}/over") is not None:
+                return False
+            self._sleep(_POLL_S)
+        return False
+
+    def _check_config(self, document: dict[str, Any]) -> None:
+        ours = self._epoch_document(document["epoch"])
+        differences = [
+            f"{name}: {ours[name]} here, {document[name]} in the run"
+            for name in ("num_targets", "num_drafts")
+            if ours[name] != document[name]
+        ]
+        here, there = ours["config"], document["config"]
+        differences += [
+            f"{name}: {here.get(name)!r} here, {there.get(name)!r} in the run"
+            for name in sorted(here.keys() | there.keys())
+            if here.get(name) != there.get(name)
+        ]
+        if differences:
+            message = (
+                f"{self.identity.role} rank {self.identity.rank} disagrees with run {self.shape.run_id!r} on "
+                f"{'; '.join(differences)}. Pass the same values on every rank."
+            )
+            self._root.set(f"e/{document['epoch']}/refused", {"reason": message[:2000]})
+            raise ConfigError(message)
+
+    def _take_slot(self, deadline: float) -> bool:
+        """Put this incarnation into its roster slot; False when the slot can never be ours in this epoch."""
+        key = f"slot/{self.identity.role}/{self.identity.rank}"
+        mine = {"inc": self.inc, **asdict(self.identity)}
+        self._set(f"gone/{self.inc}", {"kind": ""})
+        self.publish_status({"seq": 0})
+        current = self._get(key)
+        holder = _parse_member(current, self.identity.role, self.identity.rank)
+        if holder is not None:
+            if self.shape.one_launch:
+                return False
+            if self._read_gone(holder.inc) is None and not self._outlive(holder, deadline):
+                raise MembershipError(
+                    f"{holder.label} is alive and holds {self.identity.role} rank {self.identity.rank} of run "
+                    f"{self.shape.run_id!r}; start this process under another rank"
+                )
+        if not self.documents.compare_set(key, current, mine):
+            return False
+        self.touch_roster()
+        return True
+
+    def _outlive(self, holder: Member, deadline: float) -> bool:
+        """Wait until ``holder`` is gone; buries it when its heartbeat stands still for ``death_s``."""
+        since, last = self._clock(), self._get(f"status/{holder.inc}")
+        advanced = 0
+        while self._clock() < deadline:
+            if self._read_gone(holder.inc) is not None:
+                return True
+            status = self._get(f"status/{holder.inc}")
+            if status != last:
+                since, last, advanced = self._clock(), status, advanced + 1
+                if advanced > 2 + self._timing.death_s / self._timing.heartbeat_s:
+                    return False
+            elif self._clock() - since > self._timing.death_s:
+                self.bury(holder.inc, "died", f"its rank was taken over after {self._timing.death_s:.1f} s of silence")
+                return True
+            self._sleep(_POLL_S)
+        return False
+
+    # -- documents of the epoch --------------------------------------------------------------------------------------
+
+    @property
+    def documents(self) -> ControlStore:
+        """This thread's client, rooted at the epoch."""
+        return self._root.scoped(f"e/{self.epoch}")
+
+    def _get(self, key: str) -> Any:
+        return self.documents.get(key)
+
+    def _set(self, key: str, value: Any) -> None:
+        self.documents.set(key, value)
+
+    def touch_roster(self) -> None:
+        """Tell everybody, at their next heartbeat, to read the roster again."""
+        self._set("rev", uuid.uuid4().hex)
+
+    def publish_status(self, status: dict[str, Any]) -> None:
+        self._set(f"status/{self.inc}", status)
+
+    def _read_gone(self, inc: str) -> Gone | None:
+        value = self._get(f"gone/{inc}")
+        return None if value is None else _parse_gone(value)
+
+    def bury(self, inc: str, kind: str, reason: str) -> bool:
+        """Set the one tombstone of ``inc``; True when this call set it. All obey it, the victim included."""
+        wrote = self.documents.compare_set(
+            f"gone/{inc}",
+            {"kind": ""},
+            {"kind": kind, "reason": reason[:2000], "by": f"{self.inc}/{uuid.uuid4().hex[:6]}"},
+        )
+        if wrote:
+            self.touch_roster()
+        return wrote
+
+    def read_roster(self) -> dict[str, Member]:
+        """Every slot's current incarnation with its tombstone, if it has one. A damaged slot is skipped."""
+        shape = self.shape
+        values = self._root.get_many([f"e/{self.epoch}/slot/{role}/{rank}" for role, rank in shape.slots()])
+        members: list[Member] = []
+        for (role, rank), value in zip(shape.slots(), values, strict=True):
+            try:
+                member = _parse_member(value, role, rank)
+            except WireFormatError:
+                continue
+            if member is not None:
+                members.append(member)
+        gones = self._root.get_many([f"e/{self.epoch}/gone/{member.inc}" for member in members])
+        roster: dict[str, Member] = {}
+        for member, value in zip(members, gones, strict=True):
+            try:
+                gone = _parse_gone(value)
+            except WireFormatError:
+                gone = None
+            roster[member.inc] = replace(member, gone=gone)
+        return roster
+
+    def refusal(self) -> str | None:
+        """Why a rank could not join, when one wrote that down."""
+        value = self._get("refused")
+        if type(value) is dict and type(value.get("reason")) is str:
+            return str(value["reason"])[:2000]
+        return None
+
+    def declare_over(self) -> None:
+        """Nobody may join this epoch any more."""
+        self._set("over", {"by": self.inc})
+
+    # -- watching ----------------------------------------------------------------------------------------------------
+
+    def watch_keys(self, watched: list[str]) -> list[str]:
+        """Keys of one watch call, relative to the root: the epoch document, the roster's revision, some statuses."""
+        epoch = f"e/{self.epoch}"
+        return ["epoch", f"{epoch}/rev", f"{epoch}/gone/{self.inc}", *(f"{epoch}/status/{inc}" for inc in watched)]
+
+    def observe(self, inc: str, status: Any) -> float:
+        """Take note of a status that was read; returns for how long its heartbeat has stood still, in seconds."""
+        seq = status.get("seq") if type(status) is dict else None
+        if type(seq) is not int:
+            seq = -1
+        now = self._clock()
+        last = self._seen.get(inc)
+        if last is None or last[0] != seq:
+            self._seen[inc] = (seq, now)
+            return 0.0
+        return now - last[1]
+
+    def excuse(self, seconds: float) -> None:
+        """We were not looking for ``seconds`` (we slept): nobody's silence in that time counts."""
+        self._seen = {inc: (seq, at + seconds) for inc, (seq, at) in self._seen.items()}
+
+    def last_seq(self, inc: str) -> int | None:
+        """Heartbeat number last seen of ``inc``."""
+        seen = self._seen.get(inc)
+        return None if seen is None else seen[0]

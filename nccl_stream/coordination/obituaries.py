@@ -1,0 +1,137 @@
+"""What becomes of the samples of an owner that died: who holds or acked some, which are lost, how its books close."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from nccl_stream.coordination.journal import read_journal
+from nccl_stream.coordination.kv import ControlStore
+from nccl_stream.coordination.messages import Estate
+from nccl_stream.errors import WireFormatError
+
+__all__ = ["Obituaries"]
+
+MAX_IDS = 50_000
+
+
+@dataclass
+class _Dead:
+    label: str
+    kind: str
+    reason: str
+    heirs: frozenset[str]
+    told_to: str = ""
+    estates: dict[str, Estate] = field(default_factory=dict)
+    document: dict[str, Any] | None = None
+    outcomes: Counter[str] = field(default_factory=Counter)
+    counting: bool = False
+
+
+class Obituaries:
+    """Dead owners as one draft knows them, and the leading draft's part in closing their books.
+
+    Not thread-safe; its owner calls it under one lock.
+    """
+
+    def __init__(self) -> None:
+        self._dead: dict[str, _Dead] = {}
+        self._early: list[tuple[str, Estate]] = []
+
+    def died(self, owner: str, label: str, kind: str, reason: str, heirs: list[str]) -> None:
+        """An owner is gone without having settled everything; ``heirs`` are the drafts that lived then."""
+        self._dead.setdefault(owner, _Dead(label, kind, reason, frozenset(heirs)))
+        early, self._early = self._early, []
+        for sender, estate in early:
+            self.heard(sender, estate)
+
+    def untold(self, leader: str) -> list[str]:
+        """Owners whose estate this draft has not yet declared to the leading draft."""
+        return [owner for owner, dead in self._dead.items() if dead.document is None and dead.told_to != leader]
+
+    def told(self, owner: str, leader: str) -> None:
+        """From now on what happens to this draft's share counts after the estate."""
+        self._dead[owner].told_to = leader
+        self._dead[owner].counting = True
+
+    def heard(self, sender: str, estate: Estate) -> None:
+        dead = self._dead.get(estate.owner)
+        if dead is None:
+            self._early.append((sender, estate))
+        else:
+            dead.estates.setdefault(sender, estate)
+
+    def complete(self, alive: list[str]) -> list[str]:
+        """Owners of whom every living draft has declared its share and whose books are still open."""
+        return [
+            owner
+            for owner, dead in self._dead.items()
+            if dead.document is None and all(inc in dead.estates for inc in alive if inc in dead.heirs)
+        ]
+
+    def compose(self, documents: ControlStore, owner: str) -> dict[str, Any]:
+        """The document that closes the owner's books, from its journal and the estates."""
+        dead = self._dead[owner]
+        try:
+            journal = read_journal(documents, owner)
+            totals, open_ids = journal.totals, set(journal.open_ids)
+        except WireFormatError:
+            totals, open_ids = {"put": 0, "acked": 0, "dropped": 0, "dead": 0}, set()
+        acked = {sid for estate in dead.estates.values() for sid in estate.acked} & open_ids
+        held = {sid for estate in dead.estates.values() for sid in estate.held} - acked
+        lost = sorted(open_ids - acked - held)
+        return {
+            "put": totals["put"],
+            "acked": totals["acked"] + len(acked),
+            "dropped": totals["dropped"],
+            "dead": totals["dead"],
+            "held": len(held),
+            "lost": len(lost),
+            "lost_ids": lost[:MAX_IDS],
+        }
+
+    def read(self, owner: str, document: Any) -> tuple[str, ...]:
+        """Take the closed books in; returns the lost ids the first time."""
+        dead = self._dead.get(owner)
+        if dead is None or dead.document is not None or type(document) is not dict:
+            return ()
+        ids = document.get("lost_ids")
+        counts = [document.get(name) for name in ("put", "acked", "dropped", "dead", "held", "lost")]
+        if type(ids) is not list or any(type(sid) is not str for sid in ids) or any(type(n) is not int for n in counts):
+            return ()
+        dead.document = document
+        return tuple(ids)
+
+    def outcome(self, owner: str, outcome: str) -> None:
+        """A sample that this draft held from a dead owner has been acked, or lost for good."""
+        dead = self._dead.get(owner)
+        if dead is not None and dead.counting:
+            dead.outcomes[outcome] += 1
+
+    def posthumous(self) -> dict[str, dict[str, int]]:
+        """Per dead owner, what became here of the samples held when its estate was declared."""
+        return {owner: dict(dead.outcomes) for owner, dead in self._dead.items() if dead.outcomes}
+
+    def failed(self) -> str:
+        """Why an owner left with an error, if one did."""
+        return next((f"{dead.label}: {dead.reason}" for dead in self._dead.values() if dead.kind == "failed"), "")
+
+    @property
+    def any_open(self) -> bool:
+        """Whether some owner died, and not on purpose."""
+        return any(dead.kind == "died" for dead in self._dead.values())
+
+    def lost_ids(self) -> tuple[str, ...]:
+        """Every id known to be lost."""
+        return tuple(
+            sid for dead in self._dead.values() if dead.document is not None for sid in dead.document["lost_ids"]
+        )
+
+    def documents(self) -> dict[str, dict[str, Any]]:
+        """The closed books per owner."""
+        return {owner: dead.document for owner, dead in self._dead.items() if dead.document is not None}
+
+    def describe(self) -> str:
+        names = ", ".join(dead.label for dead in self._dead.values() if dead.kind == "died")
+        return f"{names} died; {len(self.lost_ids())} samples are known to be lost with it"

@@ -1,0 +1,179 @@
+"""Rounds: draft ranks that train together hand out the same number of steps.
+
+The draft with the lowest rank leads. Each draft tells it, cumulatively, how many samples it has had in hand; the
+leader releases round r once every living draft has a batch for it, and decides the end once nothing more can come. The
+decision is a document that is written once (compare-and-set), so it survives the leader; whatever else a new leader
+needs, the drafts tell it again. Pure state machine; the clock and the store are the caller's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from nccl_stream.coordination.messages import Go, Have, Message
+from nccl_stream.errors import WireFormatError
+
+__all__ = ["EndDecision", "Rounds", "RoundsPort"]
+
+# Rounds released ahead of the slowest draft: enough to hide the leader's answer, few enough that a stop comes soon.
+ROUNDS_AHEAD = 2
+
+
+@dataclass(frozen=True)
+class EndDecision:
+    """How a cohort ends: after ``rounds`` rounds; ``error`` when it is not a clean end; ``stopped`` when asked for."""
+
+    rounds: int
+    error: str
+    stopped: bool
+
+    def to_wire(self) -> dict[str, Any]:
+        return {"rounds": self.rounds, "error": self.error, "stopped": self.stopped}
+
+    @classmethod
+    def from_wire(cls, value: Any) -> EndDecision:
+        if (
+            type(value) is not dict
+            or value.keys() != {"rounds", "error", "stopped"}
+            or type(value["rounds"]) is not int
+            or not 0 <= value["rounds"] < 2**62
+            or type(value["error"]) is not str
+            or type(value["stopped"]) is not bool
+        ):
+            raise WireFormatError(f"damaged end document: {value!r:.120}")
+        return cls(**value)
+
+
+class RoundsPort(Protocol):
+    """What the state machine asks for; every method returns at once."""
+
+    def tell(self, draft: str, message: Message) -> None: ...
+
+    def propose_end(self, decision: EndDecision) -> None:
+        """Write the end document unless there is one; :meth:`Rounds.ended` brings what stands there."""
+        ...
+
+
+class Rounds:
+    """One draft's view of its cohort, and the leader's part when this draft leads.
+
+    Not thread-safe; its owner calls it under one lock.
+
+    Args:
+        port: carries out what is decided.
+        me: this incarnation.
+        cohort: id of the cohort.
+        members: incarnations of the cohort by rank; all start at round 0.
+        samples_per_round: samples one draft consumes per round (batch size times accumulation).
+        pad: at the end, drafts that lack a batch get padding instead of the others dropping theirs.
+    """
+
+    def __init__(
+        self, port: RoundsPort, me: str, cohort: str, members: list[str], *, samples_per_round: int, pad: bool
+    ) -> None:
+        self._port = port
+        self._me = me
+        self._cohort = cohort
+        self._members = list(members)
+        self._present = list(members)
+        self._holding: set[str] = set()
+        self._per_round = samples_per_round
+        self._pad = pad
+        self._mine = Have(cohort, 0, 0, 0, False, False, "")
+        self._told: tuple[str, Have] | None = None
+        self._heard: dict[str, Have] = {}
+        self._proposed = False
+        self.go = 0
+        self.end: EndDecision | None = None
+
+    @property
+    def leader(self) -> str:
+        """The member with the lowest rank that is present."""
+        return self._present[0] if self._present else self._me
+
+    def samples_released(self) -> int:
+        """How many samples this draft may have handed out in total."""
+        rounds = self.go if self.end is None else self.end.rounds
+        return rounds * self._per_round
+
+    def update(self, *, handed: int, pending: int, drained: bool, stop: bool, error: str) -> None:
+        """What this draft has handed out so far and holds now, in samples; their sum never falls."""
+        begun = -(-handed // self._per_round)
+        self._mine = Have(self._cohort, handed + pending, begun, self.go, drained, stop, error)
+        self._report()
+
+    def _report(self) -> None:
+        if self.end is not None:
+            return
+        if self.leader == self._me:
+            self._heard[self._me] = self._mine
+            self._decide()
+            return
+        shown = self._shown(self._mine)
+        if self._told != (self.leader, shown):
+            self._told = (self.leader, shown)
+            self._port.tell(self.leader, self._mine)
+
+    def _shown(self, have: Have) -> Have:
+        """What of our state matters to the leader: whole rounds while it runs, every sample once drained."""
+        samples = have.samples if have.drained else have.samples - have.samples % self._per_round
+        return replace(have, samples=samples)
+
+    def heard(self, sender: str, have: Have) -> None:
+        """A member reports; a leader that does not know yet that it leads keeps the report."""
+        if have.cohort == self._cohort and sender in self._members:
+            self._heard[sender] = have
+            if self.end is None and self.leader == self._me:
+                self._decide()
+
+    def on_go(self, message: Go) -> None:
+        if message.cohort == self._cohort:
+            self.go = max(self.go, message.rounds)
+
+    def member_gone(self, inc: str, *, awaited: bool) -> None:
+        """A member died or left. While it is awaited nothing more is released."""
+        if inc not in self._present:
+            return
+        if awaited:
+            self._holding.add(inc)
+            return
+        self._present.remove(inc)
+        self._holding.discard(inc)
+        self._heard.pop(inc, None)
+        self._told = None
+        self._report()
+
+    def ended(self, decision: EndDecision) -> None:
+        """The document that stands in the store."""
+        if self.end is None:
+            self.end = decision
+            self.go = max(self.go, decision.rounds)
+
+    def _decide(self) -> None:
+        haves = [self._heard.get(inc) for inc in self._present]
+        if self.end is not None or self._proposed or self._holding:
+            return
+        reports = [have for have in haves if have is not None]
+        if len(reports) < len(self._present):
+            return  # a new leader decides nothing before it has heard everybody
+        whole = min(have.samples // self._per_round for have in reports)
+        released = max([self.go, *(have.go for have in reports)])
+        go = max(released, min(whole, ROUNDS_AHEAD + min(have.begun for have in reports)))
+        errors = [have.error for have in reports if have.error]
+        stop = any(have.stop for have in reports)
+        drained = all(have.drained for have in reports)
+        if errors or stop or drained:
+            rounds = max(released, whole)
+            if drained and self._pad and not errors and not stop:
+                rounds = max(released, *(-(-have.samples // self._per_round) for have in reports))
+            if stop and not drained:
+                rounds = released
+            self._proposed = True
+            self._port.propose_end(EndDecision(rounds, errors[0] if errors else "", stop and not drained))
+            return
+        if go > self.go:
+            self.go = go
+            for inc in self._present:
+                if inc != self._me:
+                    self._port.tell(inc, Go(self._cohort, go))

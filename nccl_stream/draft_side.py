@@ -1,0 +1,653 @@
+"""A draft rank's end of the stream: what arrives, its leases, its rounds, and what it knows of dead owners."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from nccl_stream.config import StreamConfig
+from nccl_stream.coordination.intake import Delivery, DraftIntake
+from nccl_stream.coordination.kv import ControlStore
+from nccl_stream.coordination.membership import Member
+from nccl_stream.coordination.messages import (
+    Announce,
+    End,
+    Estate,
+    Go,
+    Have,
+    Leaving,
+    LinkFailed,
+    LinkOpen,
+    Message,
+    Obituary,
+    OwnerState,
+    StopRequest,
+)
+from nccl_stream.coordination.node import Node
+from nccl_stream.coordination.obituaries import Obituaries
+from nccl_stream.coordination.rounds import EndDecision, Rounds
+from nccl_stream.errors import (
+    CapacityError,
+    LinkError,
+    NcclStreamError,
+    PeerLostError,
+    ProducerFailedError,
+    RefError,
+    SampleNotFoundError,
+    SamplesLostError,
+    SlotsHeldError,
+    WireFormatError,
+)
+from nccl_stream.leases import FailOutcome, Lease, LeaseTable, VisibilityTimeout
+from nccl_stream.links import Links
+from nccl_stream.refs import SampleRef
+from nccl_stream.stores.nccl import NcclFeatureStore, Received
+from nccl_stream.transport.arena import Arena
+from nccl_stream.wire_header import check_header, make_header
+
+__all__ = ["DraftSide"]
+
+logger = logging.getLogger(__name__)
+
+FAILED_PREFIX = "failed: "
+
+
+class DraftSide:
+    """Wires intake, leases, rounds, links and arena of one draft rank; every method may be called from any thread.
+
+    One condition guards the state machines. Node, link and janitor threads take it for moments.
+    """
+
+    def __init__(
+        self,
+        config: StreamConfig,
+        rank: int,
+        num_targets: int,
+        num_drafts: int,
+        *,
+        restart_timeout: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.config = config
+        self.cond = threading.Condition()
+        self._rank = rank
+        self._num_targets = num_targets
+        self._num_drafts = num_drafts
+        self._restart_timeout = restart_timeout
+        self._clock = clock
+        self.intake = DraftIntake(
+            self, rank=rank, num_targets=num_targets, num_drafts=num_drafts, static=config.assignment == "static"
+        )
+        self.table = LeaseTable(visibility_timeout=VisibilityTimeout(config.lease), max_redeliveries=None, clock=clock)
+        self.rounds: Rounds | None = None
+        self.cohort = ""
+        self.handed = 0
+        self.padded = 0
+        self.late_settles = 0
+        self.waited_s = 0.0
+        self.template: SampleRef | None = None
+        self._local_redeliveries: Counter[tuple[str, str]] = Counter()
+        self._targets: dict[int, str] = {}
+        self._restarts: dict[str, float] = {}
+        self._early_haves: list[tuple[str, Have]] = []
+        self._left: set[str] = set()
+        self._stop_reason = ""
+        self._blocked_since: float | None = None
+        self._fatal: NcclStreamError | None = None
+        self._error_raised: NcclStreamError | None = None
+        self._cleaned = False
+        self.obituaries = Obituaries()
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._tasks: list[Callable[[ControlStore], None]] = []
+        self.on_lost: Callable[[tuple[str, ...]], None] | None = None
+        self._janitor = threading.Thread(target=self._tidy, name="nccl-stream-janitor", daemon=True)
+        self.node: Node
+        self.links: Links
+        self.store: NcclFeatureStore
+        self.arena: Arena
+
+    def wire(self, node: Node, links: Links, store: NcclFeatureStore, arena: Arena) -> None:
+        """Second half of construction: the parts that need this one."""
+        self.node, self.links, self.store, self.arena = node, links, store, arena
+        self._janitor.start()
+
+    def memory_freed(self) -> None:
+        """The arena's callback; may run inside a finalizer, so it only leaves a note for the janitor."""
+        self._jobs.put(self._grant)
+
+    def _tidy(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                job()
+            except NcclStreamError as exc:
+                self.on_fatal(exc)
+
+    def _grant(self) -> None:
+        with self.cond:
+            self.intake.grant()
+            self._changed()
+
+    def close_janitor(self, timeout: float) -> list[str]:
+        self._jobs.put(None)
+        if self._janitor.is_alive():
+            self._janitor.join(timeout)
+        return [self._janitor.name] if self._janitor.is_alive() else []
+
+    # -- IntakePort and RoundsPort: called under the lock, must not block ----------------------------------------------
+
+    def tell(self, owner: str, message: Message) -> None:
+        self.node.send(owner, message)
+
+    def check(self, owner: str, ref: SampleRef) -> int:
+        if not ref.store_uri.endswith(f"/{owner}"):
+            raise RefError(f"sample {ref.sample_id!r} is announced by {owner} but belongs to {ref.store_uri!r}")
+        nbytes = sum(spec.nbytes for spec in ref.feature_specs.values())
+        if nbytes != ref.estimated_bytes:
+            raise RefError(f"sample {ref.sample_id!r}: estimated_bytes={ref.estimated_bytes}, its specs make {nbytes}")
+        layout = self.store.layout_of(ref.feature_specs)
+        if layout.total_bytes > self.arena.capacity_bytes or nbytes > self.config.max_sample_bytes:
+            raise CapacityError(
+                f"sample {ref.sample_id!r} needs {layout.total_bytes} bytes, this rank takes samples of up to "
+                f"{self.config.max_sample_bytes} bytes in an arena of {self.arena.capacity_bytes}",
+                can_wait=False,
+            )
+        return layout.total_bytes
+
+    def reserve(self, nbytes: int, label: str) -> Any | None:
+        return self.arena.reserve(nbytes, label)
+
+    def receive(self, delivery: Delivery) -> None:
+        slot = delivery.slot
+        layout = self.store.layout_of(delivery.ref.feature_specs)
+        slot.begin_transfer()
+        slot.wait_release(self.links.stream(delivery.owner, delivery.gen))
+        if not self.links.recv(delivery.owner, delivery.gen, delivery, layout.wire_buffers(slot.buffer)):
+            self._jobs.put(lambda: self._receive_failed(delivery))
+
+    def _receive_failed(self, delivery: Delivery) -> None:
+        with self.cond:
+            self.intake.link_down(delivery.owner, delivery.gen)
+            self._transfer_over(delivery, ok=False)
+
+    def yielded(self, delivery: Delivery) -> None:
+        self.table.put(delivery.ref)
+        if self.template is None:
+            self.template = delivery.ref
+
+    def free(self, delivery: Delivery) -> None:
+        self._local_redeliveries.pop(delivery.key, None)
+        delivery.slot.settle()
+
+    def propose_end(self, decision: EndDecision) -> None:
+        self._tasks.append(lambda documents: self._write_end(documents, decision))
+        self.node.wake()
+
+    # -- LinkOwner -----------------------------------------------------------------------------------------------------
+
+    def link_up(self, inc: str, gen: int) -> None:
+        with self.cond:
+            self.intake.link_up(inc, gen)
+            self._changed()
+
+    def link_down(self, inc: str, gen: int, reason: str) -> None:
+        with self.cond:
+            self.intake.link_down(inc, gen)
+            self._changed()
+
+    def transfer_done(self, token: object) -> None:
+        assert isinstance(token, Delivery)
+        layout = self.store.layout_of(token.ref.feature_specs)
+        expected = make_header(
+            token.owner, token.sample_id, gen=token.gen, seq=token.seq, serial=token.serial, delivery=token.number
+        )
+        try:
+            token.slot.record_ready(self.links.stream(token.owner, token.gen))
+            check_header(layout.read_header(token.slot.buffer), expected, f"sample {token.sample_id!r}")
+        except (LinkError, WireFormatError) as exc:
+            logger.error("%s: %s", self.node.inc, exc)
+            self.links.break_link(token.owner, token.gen, str(exc))
+            with self.cond:
+                self._transfer_over(token, ok=False)
+            return
+        with self.cond:
+            self._transfer_over(token, ok=True)
+
+    def transfers_failed(self, inc: str, gen: int, tokens: list[object]) -> None:
+        with self.cond:
+            self.intake.link_down(inc, gen)
+            for token in tokens:
+                assert isinstance(token, Delivery)
+                self._transfer_over(token, ok=False)
+
+    def _transfer_over(self, delivery: Delivery, *, ok: bool) -> None:
+        delivery.slot.end_transfer()
+        self.intake.transfer_over(delivery, ok=ok)
+        self._changed()
+
+    def link_given_up(self, member: Member, reason: str) -> None:
+        logger.error("%s: no link from %s can be built: %s", self.node.inc, member.label, reason)
+
+    # -- NodeHandler ---------------------------------------------------------------------------------------------------
+
+    def on_joined(self, member: Member) -> None:
+        if member.role != "target":
+            return
+        linked = self._rank in self.config.linked_drafts(member.rank, self._num_drafts)
+        with self.cond:
+            self._targets[member.rank] = member.inc
+            if linked:
+                self.intake.owner_joined(member.inc, member.rank)
+        if linked:
+            self.links.add(member)
+
+    def on_gone(self, member: Member) -> None:
+        kind = "" if member.gone is None else member.gone.kind
+        if member.role == "target":
+            with self.cond:
+                self.intake.owner_gone(member.inc, kind)
+                if kind != "left":
+                    reason = "" if member.gone is None else member.gone.reason
+                    heirs = [draft.inc for draft in self.node.alive("draft")]
+                    self.obituaries.died(member.inc, member.label, kind, reason, heirs)
+            self.links.remove(member.inc)
+        with self.cond:
+            if member.role == "draft" and self.rounds is not None:
+                awaited = kind == "died" and self._restart_timeout > 0
+                if awaited:
+                    self._restarts[member.inc] = self._clock() + self._restart_timeout
+                self.rounds.member_gone(member.inc, awaited=awaited)
+            self._changed()
+
+    def on_message(self, sender: Member, message: Message) -> None:
+        inc = sender.inc
+        if isinstance(message, LinkFailed):
+            self.links.peer_failed(inc, message.gen, message.reason)
+            return
+        if isinstance(message, LinkOpen):
+            with self.cond:
+                self.intake.link_opening(inc, message.gen)
+            self.links.opening(inc, message.gen)
+            return
+        with self.cond:
+            if isinstance(message, Announce):
+                self.intake.announced(inc, message)
+            elif isinstance(message, OwnerState):
+                self.intake.owner_state(inc, message)
+            elif isinstance(message, Have) and self.rounds is not None:
+                self.rounds.heard(inc, message)
+            elif isinstance(message, Have):
+                self._early_haves.append((inc, message))
+            elif isinstance(message, Go) and self.rounds is not None:
+                self.rounds.on_go(message)
+            elif isinstance(message, End):
+                self._tasks.append(self._read_end)
+            elif isinstance(message, Leaving):
+                self._left.add(inc)
+                if self.rounds is not None:
+                    self.rounds.member_gone(inc, awaited=False)
+            elif isinstance(message, StopRequest):
+                self._stop_reason = self._stop_reason or message.reason or "asked to stop"
+            elif isinstance(message, Estate):
+                self.obituaries.heard(inc, message)
+            elif isinstance(message, Obituary):
+                self._tasks.append(lambda documents: self._read_obituary(documents, message.owner))
+            self._changed()
+        self.node.wake()
+
+    def on_fatal(self, error: NcclStreamError) -> None:
+        with self.cond:
+            if self._fatal is None:
+                self._fatal = error
+            self.cond.notify_all()
+        self.links.abort_all()
+
+    def on_tick(self, documents: ControlStore) -> None:
+        now = self._clock()
+        with self.cond:
+            for inc in [inc for inc, until in self._restarts.items() if until <= now]:
+                del self._restarts[inc]
+                if self.rounds is not None:
+                    self.rounds.member_gone(inc, awaited=False)
+            self._expire()
+            self._tell_estates()
+            self._changed()
+            tasks, self._tasks = self._tasks, []
+            leading = self._leads()
+            alive = [member.inc for member in self.node.alive("draft")]
+        for task in tasks:
+            task(documents)
+        if leading:
+            for owner in self.obituaries.complete(alive):
+                self._write_obituary(documents, owner)
+
+    def status(self) -> dict[str, Any]:
+        with self.cond:
+            return {
+                "role": "draft",
+                "rank": self._rank,
+                "handed": self.handed,
+                "acked": self.table.counts.acked,
+                "bytes": self.intake.statistics.bytes_received,
+                "waited_s": round(self.waited_s, 6),
+                "posthumous": self.obituaries.posthumous(),
+            }
+
+    # -- rounds --------------------------------------------------------------------------------------------------------
+
+    def start_rounds(self, cohort: str, members: list[str]) -> None:
+        """The cohort is formed: from now on rounds decide what may be handed out."""
+        with self.cond:
+            self.cohort = cohort
+            self.rounds = Rounds(
+                self,
+                self.node.inc,
+                cohort,
+                members,
+                samples_per_round=self.config.samples_per_round,
+                pad=self.config.end == "pad",
+            )
+            for inc, have in self._early_haves:
+                self.rounds.heard(inc, have)
+            self._early_haves.clear()
+            alive = {member.inc for member in self.node.alive("draft")} - self._left
+            for inc in members:
+                if inc not in alive:
+                    self.rounds.member_gone(inc, awaited=False)
+            self._changed()
+
+    def _write_end(self, documents: ControlStore, decision: EndDecision) -> None:
+        documents.compare_set(f"cohort/{self.cohort}/end", None, decision.to_wire())
+        self._read_end(documents)
+        for member in self.node.members():
+            if member.gone is None and member.inc != self.node.inc:
+                self.node.send(member.inc, End(self.cohort))
+
+    def _read_end(self, documents: ControlStore) -> None:
+        try:
+            decision = EndDecision.from_wire(documents.get(f"cohort/{self.cohort}/end"))
+        except WireFormatError as exc:
+            logger.warning("ignored a damaged end of cohort %s: %s", self.cohort, exc)
+            return
+        with self.cond:
+            if self.template is None and self.config.end == "pad":
+                self.template = self._read_template(documents)
+            if self.rounds is not None:
+                self.rounds.ended(decision)
+                logger.info("%s: the cohort ends after %d rounds%s", self.node.inc, decision.rounds,
+                            f" with an error: {decision.error}" if decision.error else "")  # fmt: skip
+                self.intake.stop("the agreed end has come")
+            self._changed()
+
+    @staticmethod
+    def _read_template(documents: ControlStore) -> SampleRef | None:
+        """A ref some target has put, for a rank that must pad and never had a sample itself."""
+        try:
+            return SampleRef.from_wire(documents.get("template"))
+        except WireFormatError:
+            return None
+
+    # -- everything that follows from a change; the lock is held -------------------------------------------------------
+
+    def _changed(self) -> None:
+        if self.rounds is not None and self.rounds.end is None:
+            self.rounds.update(
+                handed=self.handed,
+                pending=self.table.pending_count,
+                drained=self._all_targets_known() and self.intake.drained(),
+                stop=bool(self._stop_reason),
+                error=self._peer_error(),
+            )
+        blocked = self.intake.blocked is not None
+        self._blocked_since = (self._blocked_since or self._clock()) if blocked else None
+        if blocked and self.table.is_empty:
+            self.intake.relax_order()
+        self.cond.notify_all()
+
+    def _all_targets_known(self) -> bool:
+        return len(self._targets) == self._num_targets
+
+    def _peer_error(self) -> str:
+        """What went wrong on the target side, once everything that could still be used has arrived; "" if nothing."""
+        for inc, error in self.intake.owner_errors():
+            return f"{FAILED_PREFIX}{inc}: {error}"
+        failed = self.obituaries.failed()
+        if failed:
+            return f"{FAILED_PREFIX}{failed}"
+        if not self._all_targets_known() or not self.intake.drained():
+            return ""
+        if self.obituaries.any_open and (self.config.on_loss == "raise" or not self.intake.living_owners()):
+            return self.obituaries.describe()
+        return ""
+
+    def _leads(self) -> bool:
+        alive = self.node.alive("draft")
+        return bool(alive) and alive[0].inc == self.node.inc
+
+    # -- the owners' estates -------------------------------------------------------------------------------------------
+
+    def _tell_estates(self) -> None:
+        alive = self.node.alive("draft")
+        if not alive:
+            return
+        for owner in self.obituaries.untold(alive[0].inc):
+            if self.intake.in_transfer(owner):
+                continue
+            held, acked = self.intake.estate(owner)
+            self.obituaries.told(owner, alive[0].inc)
+            estate = Estate(owner, list(held), list(acked))
+            if alive[0].inc == self.node.inc:
+                self.obituaries.heard(self.node.inc, estate)
+            else:
+                self.node.send(alive[0].inc, estate)
+
+    def _write_obituary(self, documents: ControlStore, owner: str) -> None:
+        with self.cond:
+            document = self.obituaries.compose(documents, owner)
+        documents.compare_set(f"obituary/{owner}", None, document)
+        self._read_obituary(documents, owner)
+        for member in self.node.members():
+            if member.gone is None and member.inc != self.node.inc:
+                self.node.send(member.inc, Obituary(owner))
+
+    def _read_obituary(self, documents: ControlStore, owner: str) -> None:
+        with self.cond:
+            lost = self.obituaries.read(owner, documents.get(f"obituary/{owner}"))
+            callback = self.on_lost
+            self._changed()
+        if lost:
+            logger.error("%s: %d samples died with %s: %s", self.node.inc, len(lost), owner, ", ".join(lost[:10]))
+            if callback is not None:
+                try:
+                    callback(lost)
+                except Exception:
+                    logger.exception("the on_lost callback raised")
+
+    # -- leases --------------------------------------------------------------------------------------------------------
+
+    def open_sample(self, ref: SampleRef) -> Received:
+        """Inbound: hold the slot of a delivered sample."""
+        with self.cond:
+            delivery = self.intake.held.get((ref.store_uri, ref.sample_id))
+            if delivery is None or delivery.ref != ref:
+                raise SampleNotFoundError(
+                    f"sample {ref.sample_id!r} of {ref.store_uri!r} is not here: it was acked, handed back, or never "
+                    "leased on this rank"
+                )
+            delivery.touched = True
+            delivery.slot.hold()
+            return Received(delivery.slot, self.store.layout_of(ref.feature_specs))
+
+    def try_acquire(self, owner: str) -> Lease | None:
+        """Lease the next sample if its round has been released; the lock is held."""
+        self._expire()
+        if self.rounds is not None or self.config.end != "ragged":
+            released = 0 if self.rounds is None else self.rounds.samples_released()
+            if self.handed >= released:
+                return None
+        lease = self.table.acquire(owner)
+        if lease is not None:
+            self.handed += 1
+            self._changed()
+        return lease
+
+    def ack(self, lease: Lease) -> bool:
+        """The sample was consumed; False when the lease is not live."""
+        with self.cond:
+            if not self.table.ack(lease):
+                return False
+            key = (lease.ref.store_uri, lease.ref.sample_id)
+            delivery = self.intake.settle(key, "ack")
+            if delivery is not None:
+                self.obituaries.outcome(delivery.owner, "acked")
+            self._changed()
+            return True
+
+    def fail(self, lease: Lease, reason: str) -> FailOutcome:
+        """Return a sample: locally while nobody touched its bytes, else to its owner, which delivers it anew."""
+        with self.cond:
+            outcome = self.table.fail(lease, reason)
+            if outcome is not FailOutcome.STALE:
+                self._after_fail(lease.ref, reason)
+            self._changed()
+            return outcome
+
+    def hand_back(self, lease: Lease) -> bool:
+        """Give a lease back without counting a delivery; False when it is not live."""
+        with self.cond:
+            if not self.table.hand_back(lease):
+                return False
+            delivery = self.intake.held.get((lease.ref.store_uri, lease.ref.sample_id))
+            self.handed -= 1
+            if delivery is not None and delivery.touched:
+                self.handed += 1
+                self._return(delivery, "back", 0, "handed back")
+            self._changed()
+            return True
+
+    def _after_fail(self, ref: SampleRef, reason: str) -> None:
+        key = (ref.store_uri, ref.sample_id)
+        delivery = self.intake.held.get(key)
+        if delivery is None:
+            return
+        self._local_redeliveries[key] += 1
+        failures = self._local_redeliveries[key]
+        if delivery.touched or delivery.failures + failures > self.config.max_failures:
+            self._return(delivery, "fail", failures, reason)
+
+    def _return(self, delivery: Delivery, outcome: str, failures: int, reason: str) -> None:
+        """Give a pending delivery back to its owner; if that is dead, the sample is lost."""
+        self.table.remove(delivery.key)
+        self.intake.settle(delivery.key, outcome, failures, reason)
+        self.obituaries.outcome(delivery.owner, "lost")
+
+    def _expire(self) -> None:
+        for lease in self.table.expire():
+            logger.warning("the lease of sample %s held by %s expired", lease.ref.sample_id, lease.owner)
+            self._after_fail(lease.ref, "lease expired")
+
+    # -- the end -------------------------------------------------------------------------------------------------------
+
+    @property
+    def finished(self) -> bool:
+        """Whether no lease will be handed out any more; the lock is held."""
+        if self.config.end == "ragged":
+            if self._stop_reason or self._peer_error():
+                return self.table.pending_count == 0 or bool(self._stop_reason)
+            return self._all_targets_known() and self.intake.all_settled() and self.table.pending_count == 0
+        if self.rounds is None or self.rounds.end is None:
+            return False
+        released = self.rounds.samples_released()
+        return self.handed + self.padded >= released or (self._short() and self.config.end != "pad")
+
+    def _short(self) -> bool:
+        """After the agreed end nothing is here though the round wants more: a sample of the last round was failed."""
+        return self.table.is_empty
+
+    @property
+    def needs_padding(self) -> bool:
+        """Whether the agreed end has this rank take part in rounds it has no samples for; the lock is held."""
+        return (
+            self.config.end == "pad"
+            and self.rounds is not None
+            and self.rounds.end is not None
+            and not self.rounds.end.error
+            and self.table.pending_count == 0
+            and self.handed + self.padded < self.rounds.samples_released()
+        )
+
+    def end_error(self) -> NcclStreamError | None:
+        """The error that this stream ends with, None for a clean end; the lock is held."""
+        if self.config.end == "ragged":
+            text = self._peer_error()
+        else:
+            text = "" if self.rounds is None or self.rounds.end is None else self.rounds.end.error
+        if not text:
+            return None
+        if text.startswith(FAILED_PREFIX):
+            return ProducerFailedError(f"the target side failed: {text[len(FAILED_PREFIX) :]}")
+        lost = self.obituaries.lost_ids()
+        return SamplesLostError(text, lost) if lost else PeerLostError(text)
+
+    def clean_up(self) -> None:
+        """After the end: give back what is left over; the lock is held. Idempotent."""
+        if self._cleaned:
+            return
+        self._cleaned = True
+        end = None if self.rounds is None else self.rounds.end
+        outcome = "drop" if end is not None and not end.error and not end.stopped else "back"
+        self.intake.stop("this rank takes nothing more")
+        for ref in list(self.table.pending_refs()):
+            key = (ref.store_uri, ref.sample_id)
+            self.table.remove(key)
+            delivery = self.intake.settle(key, outcome, 0, "left over at the end")
+            if delivery is not None:
+                self.obituaries.outcome(delivery.owner, "lost")
+
+    def leave_rounds(self) -> None:
+        """Take nothing more: hand back what is not leased and tell everybody. Idempotent."""
+        with self.cond:
+            already = self._cleaned
+            self.clean_up()
+            self.cond.notify_all()
+        if not already:
+            for member in self.node.members():
+                if member.gone is None and member.inc != self.node.inc:
+                    self.node.send(member.inc, Leaving(self.cohort))
+
+    def return_leases(self) -> None:
+        """Hand back what is still leased; the rank is leaving."""
+        with self.cond:
+            for lease in list(self.table.leases()):
+                self.hand_back(lease)
+            for key in list(self.intake.held):
+                self.table.remove(key)
+                delivery = self.intake.settle(key, "back", 0, "the draft left")
+                if delivery is not None:
+                    self.obituaries.outcome(delivery.owner, "lost")
+
+    def check_held(self) -> None:
+        """Raise when user references have kept all memory for longer than ``held_timeout``; the lock is held."""
+        since = self._blocked_since
+        if since is None or not self.table.is_empty or self._clock() - since < self.config.held_timeout:
+            return
+        if any(self.intake.in_transfer(inc) for inc in self._targets.values()):
+            return
+        holders = "; ".join(f"{label}: {nbytes} bytes, {why}" for label, nbytes, why in self.arena.holders()[:20])
+        raise SlotsHeldError(
+            f"no receive memory for {self.config.held_timeout:.0f} s: all of it is held by tensors of earlier samples "
+            f"({holders}). Drop them, clone what you keep, or raise arena_bytes."
+        )
+
+    def stop(self, reason: str) -> None:
+        """Ask for a stop at the next agreed round; the lock is held."""
+        self._stop_reason = self._stop_reason or reason
+        self._changed()
+
+    def raise_if_fatal(self) -> None:
+        if self._fatal is not None:
+            raise self._fatal

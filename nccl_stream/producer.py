@@ -1,0 +1,208 @@
+"""The producing side: run the target once per prompt batch and put what it returns into a feature store."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from nccl_stream.eagle3 import EAGLE3_SCHEMA_VERSION, validate_eagle3_packing_inputs
+from nccl_stream.errors import CapacityError, MisuseError, SchemaError, SpecMismatchError
+from nccl_stream.refs import FeatureAlgorithm, FeatureSpec, SampleRef
+from nccl_stream.schema import schema_of
+from nccl_stream.store import FeatureStore
+from nccl_stream.target import Eagle3TargetBackend, Eagle3TargetBatch
+
+__all__ = ["FeatureProducer"]
+
+logger = logging.getLogger(__name__)
+
+ROOM_CHECK_S = 0.05
+"""Longest wait for room in a full store before the abort condition is asked again, in seconds."""
+
+
+@dataclass(frozen=True)
+class _Produced:
+    """One forward's output on its way into the store; kept while the store is full, so it is never computed twice."""
+
+    sample_id: str
+    features: dict[str, Tensor]
+    num_tokens: int
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.features.values())
+
+
+class FeatureProducer:
+    """Turns prompt batches into samples of a store.
+
+    One thread at a time may call :meth:`produce`; several producers may share a store.
+
+    Args:
+        target_backend: The frozen target.
+        store: Where samples go. It is not closed by this producer.
+        run_id: Mirrored onto every ref; not empty.
+        algorithm: What the samples are for; default: what the backend says of itself.
+        target_model_version: Mirrored onto every ref.
+        draft_weight_version: Mirrored onto every ref.
+        sample_id_factory: Makes the id of the n-th sample, counted from 1; default ``sample-{run_id}-{n}``.
+
+    Raises:
+        MisuseError: (a ``ValueError``) an empty ``run_id``, or a backend whose algorithm is unknown.
+    """
+
+    def __init__(
+        self,
+        target_backend: Eagle3TargetBackend,
+        store: FeatureStore,
+        run_id: str,
+        algorithm: FeatureAlgorithm | None = None,
+        target_model_version: str = "0",
+        draft_weight_version: str = "0",
+        sample_id_factory: Callable[[int], str] | None = None,
+    ) -> None:
+        if not isinstance(run_id, str) or not run_id:
+            raise MisuseError(f"run_id must be a non-empty str, got {run_id!r}")
+        self._target = target_backend
+        self._store = store
+        self._run_id = run_id
+        self._algorithm = _algorithm_of(target_backend) if algorithm is None else algorithm
+        self._feature_names = tuple(feature.name for feature in schema_of(self._algorithm).features)
+        self._target_model_version = target_model_version
+        self._draft_weight_version = draft_weight_version
+        self._sample_id_factory = sample_id_factory or self._default_sample_id
+        self._sample_seq = 0
+        self._has_vocab_mapping = False
+
+    def produce(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        loss_mask: Tensor,
+        position_ids: Tensor | None = None,
+        seq_lens: Tensor | None = None,
+        doc_remaining: Tensor | None = None,
+        *,
+        sample_id: str | None = None,
+        abort_when: Callable[[], bool] | None = None,
+    ) -> SampleRef:
+        """Run the target once and store its output as one sample.
+
+        Args:
+            input_ids: ``[batch, seq]`` int64, unshifted, like all tensors here.
+            attention_mask: ``[batch, seq]``.
+            loss_mask: ``[batch, seq]``; its sum becomes the ref's ``num_tokens``.
+            position_ids: ``[batch, seq]``, with the two below for packed documents; all three or none.
+            seq_lens: ``[batch, max_docs]``.
+            doc_remaining: ``[batch, seq]``.
+            sample_id: The sample's id; default: from the factory.
+            abort_when: When given, a full store is waited for, without running the target again, until this returns
+                true (asked every 50 ms). Default: a full store raises at once.
+
+        Returns:
+            The ref, with one spec per stored feature. Until it is queued, the caller answers for the sample: hand a
+            ref that will not be queued to :meth:`discard`.
+
+        Raises:
+            MemoryError: The store is full (and ``abort_when`` is not given or came true), or the sample can never fit.
+            SchemaError: (a ``ValueError``) partial packing features, or a batch without the supervision that is needed.
+            SpecMismatchError: (a ``RuntimeError``) the store described the sample differently; it has been evicted.
+        """
+        validate_eagle3_packing_inputs(position_ids=position_ids, seq_lens=seq_lens, doc_remaining=doc_remaining)
+        prompt = {"input_ids": input_ids, "attention_mask": attention_mask, "loss_mask": loss_mask}
+        if position_ids is not None and seq_lens is not None and doc_remaining is not None:
+            prompt.update(position_ids=position_ids, seq_lens=seq_lens, doc_remaining=doc_remaining)
+        produced = self._forward(prompt, sample_id)
+        while True:
+            try:
+                return self._publish(produced)
+            except CapacityError as error:
+                if abort_when is None or not error.can_wait or abort_when():
+                    raise
+                self._await_room(produced.nbytes)
+
+    def discard(self, ref: SampleRef) -> None:
+        """Evict a sample whose ref will not be queued. Does nothing when it is already gone."""
+        self._store.discard(ref)
+
+    def set_vocab_mapping(self, selected_token_ids: Tensor, selected_token_mask: Tensor) -> None:
+        """Pass the draft vocabulary on to the backend, which may then return ``target_probs`` instead of logits.
+
+        Args:
+            selected_token_ids: ``[draft_vocab]`` int64, target ids in draft order.
+            selected_token_mask: ``[vocab]`` bool.
+        """
+        self._target.set_vocab_mapping(selected_token_ids, selected_token_mask)
+        self._has_vocab_mapping = True
+
+    def get_input_embeddings(self) -> nn.Module:
+        """Return the backend's input embedding."""
+        return self._target.get_input_embeddings()
+
+    def close(self) -> None:
+        """Do nothing: backend and store belong to the caller, and the producer holds no resources of its own."""
+
+    def _default_sample_id(self, n: int) -> str:
+        return f"sample-{self._run_id}-{n}"
+
+    def _forward(self, prompt: dict[str, Tensor], sample_id: str | None) -> _Produced:
+        num_tokens = int(prompt["loss_mask"].sum())
+        with torch.no_grad():
+            batch = self._target.generate_batch(**prompt)
+        features = self._checked_features(batch)
+        if sample_id is None:
+            self._sample_seq += 1
+            sample_id = self._sample_id_factory(self._sample_seq)
+        return _Produced(sample_id, features, num_tokens)
+
+    def _checked_features(self, batch: Eagle3TargetBatch) -> dict[str, Tensor]:
+        present = ((name, getattr(batch, name, None)) for name in self._feature_names)
+        features = {name: tensor for name, tensor in present if tensor is not None}
+        needs_logits = self._algorithm is FeatureAlgorithm.EAGLE3 and not self._has_vocab_mapping
+        if needs_logits and "logits" not in features:
+            raise SchemaError(
+                "the backend returned a batch without logits; target_probs mean nothing to the draft side before both "
+                "sides know the draft vocabulary: call set_vocab_mapping first, or use a backend that returns logits"
+            )
+        return features
+
+    def _publish(self, produced: _Produced) -> SampleRef:
+        ref = self._store.put(
+            produced.sample_id,
+            produced.features,
+            run_id=self._run_id,
+            algorithm=self._algorithm,
+            schema_version=EAGLE3_SCHEMA_VERSION,
+            target_model_version=self._target_model_version,
+            draft_weight_version=self._draft_weight_version,
+            num_tokens=produced.num_tokens,
+        )
+        expected = {name: FeatureSpec.of(tensor) for name, tensor in produced.features.items()}
+        if dict(ref.feature_specs) != expected:
+            self.discard(ref)
+            raise SpecMismatchError(
+                f"sample {produced.sample_id!r}: the store's ref says {dict(ref.feature_specs)}, put was {expected}"
+            )
+        return ref
+
+    def _await_room(self, nbytes: int) -> None:
+        wait_for_room = getattr(self._store, "wait_for_room", None)
+        if wait_for_room is None:
+            time.sleep(ROOM_CHECK_S)
+        else:
+            wait_for_room(nbytes, ROOM_CHECK_S)
+
+
+def _algorithm_of(backend: object) -> FeatureAlgorithm:
+    algorithm = getattr(backend, "algorithm", None)
+    if not isinstance(algorithm, FeatureAlgorithm):
+        raise MisuseError(
+            f"cannot tell which algorithm {type(backend).__name__} serves; pass algorithm=FeatureAlgorithm.EAGLE3 "
+            "or give the backend an `algorithm` attribute"
+        )
+    return algorithm

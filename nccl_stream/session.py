@@ -1,0 +1,617 @@
+"""``connect``: the one call that wires a process into a stream, and the :class:`Stream` it returns."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from types import FrameType, TracebackType
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+from nccl_stream.async_pipeline import PromptBatch
+from nccl_stream.cohort import form_cohort
+from nccl_stream.config import StreamConfig
+from nccl_stream.coordination.kv import clone_store, tcp_store
+from nccl_stream.coordination.membership import Identity, RunShape, Timing
+from nccl_stream.coordination.messages import StopRequest
+from nccl_stream.coordination.node import Node
+from nccl_stream.draft_queue import DraftQueue
+from nccl_stream.draft_side import DraftSide
+from nccl_stream.errors import (
+    ClosedError,
+    ConfigError,
+    ControlStoreError,
+    LinkTimeoutError,
+    MisuseError,
+)
+from nccl_stream.links import Links
+from nccl_stream.prompts import shard_prompts
+from nccl_stream.statistics import StreamStatistics, read_statistics
+from nccl_stream.stores.nccl import NcclFeatureStore, OwnedBytes
+from nccl_stream.stores.residency import Residency
+from nccl_stream.target_side import TargetQueue, TargetSide
+from nccl_stream.transport.arena import Arena
+from nccl_stream.transport.engine import TransferEngine
+
+__all__ = ["Stream", "connect"]
+
+logger = logging.getLogger(__name__)
+
+Role = Literal["target", "draft"]
+T = TypeVar("T")
+
+LINK_ATTEMPT_S = 30.0  # one attempt at building a link; several fit into connect_timeout
+CLOSE_S = 5.0
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where this process stands in the run."""
+
+    role: Role
+    rank: int
+    num_targets: int
+    num_drafts: int
+    one_launch: bool
+    scope: str
+    global_ranks: tuple[int, ...]
+
+
+def connect(
+    store: str | Store | None = None,
+    *,
+    run_id: str,
+    role: Role | None = None,
+    rank: int | None = None,
+    num_targets: int | None = None,
+    num_drafts: int | None = None,
+    target_ranks: Sequence[int] | None = None,
+    config: StreamConfig | None = None,
+) -> Stream:
+    """Join a stream; returns once all ranks are there and their links are up.
+
+    *One launch* (no ``store``, under ``torchrun``): the first ``num_targets`` ranks are targets, or those of
+    ``target_ranks``; all others are drafts. *Two launches* (``store="tcp://host:port"`` kept by ``nccl-stream store``,
+    or a ``TCPStore`` object): give ``role`` and both counts; ``rank`` within the role comes from torchrun or is given.
+
+    Blocks up to ``config.connect_timeout``.
+
+    Args:
+        store: where to meet; None for torchrun's own store.
+        run_id: name of the run; the same on all ranks.
+        role: ``"target"`` or ``"draft"``, in two launches.
+        rank: rank within the role, in two launches without torchrun.
+        num_targets: target ranks of the run.
+        num_drafts: draft ranks of the run; in one launch what is left.
+        target_ranks: global ranks that are targets, in one launch.
+        config: the same on all ranks except for what is a rank's own (memory sizes, device index).
+
+    Raises:
+        ConfigError: (``ValueError``) roles, counts or sizes that cannot work, or that ranks disagree on.
+        MembershipError: a rank is taken, or another rank could not join.
+        PeerTimeoutError: ranks are missing at the deadline; the message names them.
+        LinkTimeoutError: a peer did not open its side of a link in time; the message names it.
+        VersionMismatchError: two ends run versions of torch or NCCL that cannot talk to each other.
+        ControlStoreError: the store cannot be reached, or does not answer.
+    """
+    config = StreamConfig() if config is None else config
+    if not isinstance(run_id, str) or not run_id or len(run_id) > 200 or "/" in run_id:
+        raise ConfigError(f"run_id must be a non-empty str of at most 200 characters without '/', got {run_id!r}")
+    deadline = time.monotonic() + config.connect_timeout
+    place = _find_place(store, role, rank, num_targets, num_drafts, target_ranks)
+    config.check_run(num_targets=place.num_targets, num_drafts=place.num_drafts)
+    client = _bounded(lambda: _reach_store(store, config.connect_timeout), config.connect_timeout, "reaching the store")
+    stream = Stream(client, place, run_id, config)
+    try:
+        _bounded(lambda: stream._join(deadline), config.connect_timeout + 5.0, "joining the run")
+    except BaseException as exc:
+        stream._abandon(exc)
+        raise
+    return stream
+
+
+def _bounded(call: Callable[[], T], timeout: float, what: str) -> T:
+    """Run ``call`` on a helper thread: a frozen store must not hang the caller, nor keep signals from it."""
+    outcome: list[T] = []
+    failure: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            outcome.append(call())
+        except BaseException as exc:  # noqa: BLE001 - raised again below, in the caller's thread
+            failure.append(exc)
+
+    thread = threading.Thread(target=run, name="nccl-stream-connect", daemon=True)
+    thread.start()
+    deadline = time.monotonic() + timeout
+    while thread.is_alive() and time.monotonic() < deadline:
+        thread.join(0.2)
+    if failure:
+        raise failure[0]
+    if not outcome:
+        raise ControlStoreError(f"{what} took longer than {timeout:.0f} s: the control store does not answer")
+    return outcome[0]
+
+
+def _reach_store(store: str | Store | None, timeout: float) -> Store:
+    limit = timedelta(seconds=timeout)
+    if store is None:
+        return next(iter(rendezvous("env://", timeout=limit)))[0]  # type: ignore[no-any-return]
+    if isinstance(store, str):
+        host, port = _parse_address(store)
+        try:
+            return tcp_store(host, port, serve=False, timeout=timeout)
+        except (RuntimeError, ValueError) as exc:
+            raise ControlStoreError(
+                f"no store answers at {store} within {timeout:.0f} s: start one there with "
+                f"'nccl-stream store --port {port}' ({str(exc).splitlines()[0][:200]})"
+            ) from exc
+    return store
+
+
+def _parse_address(address: str) -> tuple[str, int]:
+    host, separator, port = address.removeprefix("tcp://").rpartition(":")
+    if not address.startswith("tcp://") or not separator or not host or not port.isdigit():
+        raise ConfigError(f"a store address looks like tcp://host:port, got {address!r}")
+    return host.strip("[]"), int(port)
+
+
+def _env_int(name: str) -> int | None:
+    value = os.environ.get(name)
+    if value is None:
+        return None
+    if not value.isdigit():
+        raise ConfigError(f"{name}={value!r} in the environment is not a number")
+    return int(value)
+
+
+def _find_place(
+    store: object,
+    role: Role | None,
+    rank: int | None,
+    num_targets: int | None,
+    num_drafts: int | None,
+    target_ranks: Sequence[int] | None,
+) -> _Place:
+    if role not in (None, "target", "draft"):
+        raise ConfigError(f"role must be 'target' or 'draft', got {role!r}")
+    for name, value in (("num_targets", num_targets), ("num_drafts", num_drafts)):
+        if value is not None and (type(value) is not int or value < 1):
+            raise ConfigError(f"{name} must be a positive int, got {value!r}")
+    if role is None and rank is not None:
+        raise ConfigError("rank goes with role: give both (two launches) or neither (one launch)")
+    env_rank, env_world = _env_int("RANK"), _env_int("WORLD_SIZE")
+    if role is not None:
+        return _place_of_two_launches(role, rank, env_rank, env_world, num_targets, num_drafts)
+    if env_rank is None or env_world is None:
+        raise ConfigError(
+            "no role given and RANK/WORLD_SIZE are not set: start this under torchrun, or pass role, rank, num_targets "
+            "and num_drafts"
+        )
+    if target_ranks is None:
+        if num_targets is None:
+            raise ConfigError("give num_targets (the first ranks are targets) or target_ranks")
+        target_ranks = range(num_targets)
+    targets = tuple(sorted(set(target_ranks)))
+    drafts = tuple(r for r in range(env_world) if r not in targets)
+    if not targets or targets[0] < 0 or targets[-1] >= env_world or not drafts:
+        raise ConfigError(
+            f"{len(targets)} target ranks {list(targets)[:8]} do not fit a world of {env_world}: at least one target "
+            f"and one draft rank are needed. Start torchrun with more processes, or lower num_targets."
+        )
+    if num_targets is not None and num_targets != len(targets):
+        raise ConfigError(f"num_targets={num_targets}, but target_ranks names {len(targets)}")
+    if num_drafts is not None and num_drafts != len(drafts):
+        raise ConfigError(
+            f"num_drafts={num_drafts}, but a world of {env_world} with {len(targets)} targets leaves {len(drafts)}"
+        )
+    own = targets if env_rank in targets else drafts
+    # rendezvous() already puts torchrun's restart count into the store's prefix where torchrun hosts the store.
+    scope = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return _Place(
+        "target" if own is targets else "draft", own.index(env_rank), len(targets), len(drafts), True, scope, own
+    )
+
+
+def _place_of_two_launches(
+    role: Role,
+    rank: int | None,
+    env_rank: int | None,
+    env_world: int | None,
+    num_targets: int | None,
+    num_drafts: int | None,
+) -> _Place:
+    own = num_targets if role == "target" else num_drafts
+    if rank is None:
+        rank = env_rank
+        if env_world is not None:
+            if own is not None and own != env_world:
+                raise ConfigError(f"num_{role}s={own}, but this launch has {env_world} ranks")
+            own = env_world
+    if role == "target":
+        num_targets = own
+    else:
+        num_drafts = own
+    if rank is None or num_targets is None or num_drafts is None:
+        raise ConfigError(
+            "with a role, num_targets and num_drafts are needed (this launch's own count and rank come from torchrun, "
+            "the rest must be given)"
+        )
+    assert own is not None
+    if not 0 <= rank < own:
+        raise ConfigError(f"{role} rank {rank} is outside of the {own} {role} ranks")
+    return _Place(role, rank, num_targets, num_drafts, False, "0", tuple(range(own)))
+
+
+def _pick_device(config: StreamConfig) -> torch.device:
+    if config.device is not None:
+        device = torch.device(config.device)
+    else:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ConfigError(
+                f"device={config.device!r}, but this process sees no GPU; use device='cpu' for gloo links"
+            )
+        if device.index is None:
+            local = _env_int("LOCAL_RANK")
+            device = torch.device("cuda", torch.cuda.current_device() if local is None else local)
+    elif device.type != "cpu":
+        raise ConfigError(f"streams run on cuda or cpu, got device={config.device!r}")
+    return device
+
+
+class Stream:
+    """One process's part of a stream. Made by :func:`connect`; a context manager.
+
+    Leaving the context on a target waits until every sample has its outcome, on a draft hands back what it holds; after
+    an exception both say goodbye at once.
+
+    Attributes:
+        run_id: name of the run.
+        role: ``"target"`` or ``"draft"``.
+        role_rank: rank within the role.
+        role_world_size: ranks of this role.
+        store: the :class:`NcclFeatureStore` of this rank.
+        queue: puts on a target, leases on a draft; the documented queue interface on both.
+    """
+
+    def __init__(self, client: Store, place: _Place, run_id: str, config: StreamConfig) -> None:
+        self.run_id = run_id
+        self.config = config
+        self.role: Role = place.role
+        self.role_rank = place.rank
+        self.role_world_size = place.num_targets if place.role == "target" else place.num_drafts
+        self.device = _pick_device(config)
+        self._place = place
+        self._client = client
+        self._closed = False
+        self._group: Any = None
+        self._owns_default_group = False
+        self._group_key = ""
+        self._previous_handlers: dict[int, Any] = {}
+        restart = config.draft_restart_timeout
+        restart = (0.0 if place.one_launch else 300.0) if restart is None else restart
+        shape = RunShape(
+            run_id,
+            place.scope,
+            place.num_targets,
+            place.num_drafts,
+            place.one_launch,
+            {**config.shared(), "device": self.device.type},
+        )
+        timing = Timing(config.heartbeat, config.death_timeout, 0.6 * config.death_timeout, config.connect_timeout)
+        versions = {"torch": str(torch.__version__)}
+        identity = Identity(
+            place.role, place.rank, socket.gethostname()[:128] or "?", os.getpid(), self.device.type, versions
+        )
+        self._side: TargetSide | DraftSide
+        if place.role == "target":
+            self._side = TargetSide(config, place.rank, place.num_targets, place.num_drafts, restart_timeout=restart)
+        else:
+            self._side = DraftSide(config, place.rank, place.num_targets, place.num_drafts, restart_timeout=restart)
+        self._node = Node(client, shape, identity, timing, self._side)
+        engine = TransferEngine(
+            self.device, depth=config.depth, issue=config.issue, timeout=config.transfer_timeout, name="nccl-stream"
+        )
+        self._engine = engine
+        self._links = Links(
+            self._node,
+            engine,
+            self._side,
+            side=0 if place.role == "target" else 1,
+            device=self.device,
+            open_timeout=min(LINK_ATTEMPT_S, config.connect_timeout),
+        )
+        self.store = self._make_store(self._side)
+        self.queue: TargetQueue | DraftQueue
+        if isinstance(self._side, TargetSide):
+            self._side.wire(self._node, self._links, self.store)
+            self.queue = TargetQueue(self._side)
+        else:
+            self._side.wire(self._node, self._links, self.store, self._arena)
+            self.queue = DraftQueue(self._side)
+
+    def _make_store(self, side: TargetSide | DraftSide) -> NcclFeatureStore:
+        config = self.config
+        uri = f"nccl://{self.run_id}/{self._node.inc}"
+        if isinstance(side, DraftSide):
+            self._arena = Arena(config.arena_bytes, self.device, poison=config.poison, on_free=side.memory_freed)
+            return NcclFeatureStore(
+                uri,
+                self.device,
+                max_sample_bytes=config.max_sample_bytes,
+                chunk_bytes=config.chunk_bytes,
+                arena=self._arena,
+                inbound=side,
+            )
+        self._arena = Arena(config.max_bytes + config.slot_bytes(), self.device)
+        window = self._place.num_drafts * config.samples_per_round
+        residency: Residency[OwnedBytes] = Residency(
+            max_samples=config.max_samples,
+            # A draft that has nothing may always be given a round, whatever the others hold: see room_for().
+            max_bytes=config.max_bytes + window * config.max_sample_bytes,
+            high_watermark_bytes=config.high_watermark,
+            low_watermark_bytes=config.low_watermark,
+            name="NcclFeatureStore",
+            on_free=_free_owned,
+        )
+        return NcclFeatureStore(
+            uri,
+            self.device,
+            max_sample_bytes=config.max_sample_bytes,
+            chunk_bytes=config.chunk_bytes,
+            residency=residency,
+            arena=self._arena,
+            soft_cap_bytes=config.max_bytes,
+            starving=side.starving,
+        )
+
+    # -- joining -----------------------------------------------------------------------------------------------------
+
+    def _join(self, deadline: float) -> None:
+        self._node.join()
+        self._node.wait_complete(deadline)
+        if isinstance(self._side, DraftSide) and self.config.end != "ragged":
+            cohort, members = form_cohort(self._node, self.role_rank, self._place.num_drafts, deadline)
+            self._side.start_rounds(cohort, members)
+            self._group_key = cohort
+        else:
+            self._group_key = "-".join(member.inc for member in self._node.alive(self.role))
+        self._wait_for_links(deadline)
+
+    def _wait_for_links(self, deadline: float) -> None:
+        while True:
+            self._side.raise_if_fatal()
+            missing = self._links.missing()
+            if not missing:
+                return
+            if time.monotonic() > deadline:
+                names = ", ".join(member.label for member in missing[:8])
+                raise LinkTimeoutError(
+                    f"no link to {names} within {self.config.connect_timeout:.0f} s: is it reachable, and has it "
+                    "called connect()? Raise connect_timeout if it needs longer."
+                )
+            with self._side.cond:
+                self._side.cond.wait(0.05)
+
+    def _abandon(self, exc: BaseException) -> None:
+        """connect() failed: leave nothing behind."""
+        self._node.leave("failed", f"{type(exc).__name__}: {exc}", timeout=0.5)
+        self._shut_down()
+
+    # -- using -------------------------------------------------------------------------------------------------------
+
+    def process_group(self, backend: str | None = None) -> dist.ProcessGroup:
+        """A process group of the ranks of this role alone, for DDP and FSDP. Made once; all ranks of the role call it.
+
+        Without a default process group in this process, it becomes the default group and is destroyed when the stream
+        closes. Where there is one already, it is used as it is if it has the right ranks, else a new group is made
+        from it.
+
+        Args:
+            backend: default: NCCL on a GPU, gloo on the CPU.
+
+        Raises:
+            ConfigError: the process's default group does not contain the ranks of this role.
+        """
+        self._check_open("process_group")
+        if self._group is not None:
+            return self._group  # type: ignore[no-any-return]
+        timeout = timedelta(seconds=self.config.connect_timeout)
+        if not dist.is_initialized():
+            prefix = f"{self._node.prefix}/group/{self.role}/{self._group_key}"
+            dist.init_process_group(
+                backend or ("nccl" if self.device.type == "cuda" else "gloo"),
+                store=PrefixStore(prefix, clone_store(self._client)),
+                rank=self.role_rank,
+                world_size=self.role_world_size,
+                timeout=timeout,
+            )
+            self._owns_default_group = True
+            self._group = dist.group.WORLD
+        elif dist.get_world_size() == self.role_world_size:
+            if dist.get_rank() != self.role_rank:
+                raise ConfigError(
+                    f"the default process group has this process as rank {dist.get_rank()}, the stream as "
+                    f"{self.role} rank {self.role_rank}"
+                )
+            self._group = dist.group.WORLD
+        elif dist.get_world_size() == self._place.num_targets + self._place.num_drafts:
+            self._group = dist.new_group(
+                list(self._place.global_ranks), backend=backend, use_local_synchronization=True, timeout=timeout
+            )
+        else:
+            raise ConfigError(
+                f"the default process group has {dist.get_world_size()} ranks: neither the {self.role_world_size} of "
+                f"this role nor all of the run"
+            )
+        return self._group  # type: ignore[no-any-return]
+
+    def prompts(self, dataset: Any, epochs: int = 1, seed: int = 0) -> Iterator[PromptBatch]:
+        """This target's share of a map-style dataset, for ``AsyncFeaturePipeline``.
+
+        Epochs are reshuffled with ``(seed, epoch)``; prompt k of the global order goes to target ``k mod targets``. Ids
+        come from (epoch, index), and the order is the one that static assignment follows.
+
+        Args:
+            dataset: ``len()`` and ``[index]``; an item is a mapping or tuple of ``input_ids`` and optionally
+                ``attention_mask``, ``loss_mask`` (ones if absent), each ``[seq]`` or ``[1, seq]``; with packing also
+                ``position_ids``, ``seq_lens``, ``doc_remaining``.
+            epochs: passes over the dataset.
+            seed: of the shuffles; the same on all targets.
+
+        Raises:
+            MisuseError: this is a draft rank, or an item has another form.
+        """
+        self._check_open("prompts")
+        if not isinstance(self._side, TargetSide):
+            raise MisuseError("prompts() is for target ranks; this is a draft rank")
+        return shard_prompts(
+            dataset,
+            epochs=epochs,
+            seed=seed,
+            rank=self.role_rank,
+            world_size=self.role_world_size,
+            register=self._side.register_order,
+        )
+
+    def pump(self) -> bool:
+        """Issue and complete NCCL transfers from this thread; with ``issue="pump"``, call it at step boundaries."""
+        return self._engine.pump()
+
+    def statistics(self) -> StreamStatistics:
+        """Books and rates of the whole run as of the last heartbeats, and this rank's own. Changes nothing."""
+        try:
+            return _bounded(lambda: read_statistics(self._node, self._side), 5.0, "reading the statistics")
+        except ControlStoreError:
+            if not self._closed:
+                raise
+            return read_statistics(None, self._side)
+
+    def on_lost(self, callback: Callable[[tuple[str, ...]], None]) -> None:
+        """Call ``callback`` with the ids of samples that died with their owner, on a thread of the package. Draft side.
+
+        Raises:
+            MisuseError: this is a target rank.
+        """
+        if not isinstance(self._side, DraftSide):
+            raise MisuseError("on_lost() is for draft ranks")
+        self._side.on_lost = callback
+
+    def dead_letters(self) -> list[Any]:
+        """Samples of this target whose retry budget is spent; empty on a draft."""
+        return self._side.dead_letters() if isinstance(self._side, TargetSide) else []
+
+    def request_stop(self, reason: str = "asked to stop") -> None:
+        """Stop all ranks at the next agreed round. Prefetched samples go back without counting. Does not wait."""
+        with self._side.cond:
+            self._side.stop(reason)
+        for member in self._node.members():
+            if member.gone is None and member.inc != self._node.inc:
+                self._node.send(member.inc, StopRequest(reason[:1000]))
+        self._node.wake()
+
+    def handle_signals(self, signals: Sequence[int] = (signal.SIGTERM,)) -> None:
+        """Turn signals into :meth:`request_stop`, then call whoever handled them before. Main thread only; opt-in."""
+
+        def handler(number: int, frame: FrameType | None) -> None:
+            threading.Thread(
+                target=self.request_stop, args=(f"signal {number} on {self.role} rank {self.role_rank}",), daemon=True
+            ).start()
+            previous = self._previous_handlers.get(number)
+            if callable(previous):
+                previous(number, frame)
+
+        for number in signals:
+            self._previous_handlers[number] = signal.signal(number, handler)
+
+    def wait_ended(self, timeout: float) -> bool:
+        """Block until every target has left or died, at most ``timeout`` seconds; then the books are final."""
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline:
+            self._side.raise_if_fatal()
+            if not self._node.alive("target"):
+                return True
+            with self._side.cond:
+                self._side.cond.wait(0.05)
+        return not self._node.alive("target")
+
+    def _check_open(self, operation: str) -> None:
+        if self._closed:
+            raise ClosedError(f"{operation}: the stream is closed")
+
+    # -- leaving -----------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Leave in good order: a target first waits until every sample has its outcome. Idempotent.
+
+        Raises:
+            NcclStreamError: what ended the stream meanwhile (store lost, fenced, ...).
+        """
+        if self._closed:
+            return
+        try:
+            if isinstance(self._side, TargetSide):
+                self.queue.close()
+                self._side.wait_settled()
+            else:
+                self.queue.close()
+                self._side.return_leases()
+        except BaseException as exc:
+            self._leave("failed", exc)
+            raise
+        self._leave("left", None)
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        if exc is None:
+            self.close()
+        elif not self._closed:
+            if isinstance(self._side, TargetSide):
+                self._side.close_queue(exc)
+            else:
+                self.queue.close()
+                self._side.return_leases()
+            self._leave("failed", exc)
+
+    def _leave(self, kind: str, exc: BaseException | None) -> None:
+        self._node.leave(kind, "" if exc is None else f"{type(exc).__name__}: {exc}")
+        self._shut_down()
+
+    def _shut_down(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        for number, previous in self._previous_handlers.items():
+            signal.signal(number, previous)
+        self._previous_handlers.clear()
+        if self._owns_default_group and dist.is_initialized():
+            dist.destroy_process_group()
+        left = self._links.close(CLOSE_S)
+        if isinstance(self._side, DraftSide):
+            left += self._side.close_janitor(1.0)
+        left += self._node.close(CLOSE_S)
+        self.store.close()
+        if left:
+            logger.error("threads that could not be joined are left behind: %s", ", ".join(left))
+
+
+def _free_owned(owned: OwnedBytes) -> None:
+    if owned.slot is not None:
+        owned.slot.settle()

@@ -1,0 +1,111 @@
+"""Books and rates of a run, read from the statuses that its processes publish."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from nccl_stream.coordination.node import Node
+from nccl_stream.draft_side import DraftSide
+from nccl_stream.target_side import TargetSide
+
+__all__ = ["StreamStatistics", "read_statistics"]
+
+BOOKS = ("put", "acked", "dropped", "dead", "lost", "resident")
+
+
+@dataclass(frozen=True)
+class StreamStatistics(Mapping[str, Any]):
+    """A snapshot. ``put = acked + dropped + dead + lost + resident``, per owner and for the run.
+
+    Also a mapping of its totals: ``statistics["put"]``.
+
+    Attributes:
+        totals: the books of the run, and ``redelivered``, ``late``, ``bytes`` (sent by targets), ``paused_s``
+            (producers held back), ``waited_s`` (consumers waiting), both summed over ranks.
+        owners: the books per owner incarnation.
+        ranks: per incarnation, the status it published last.
+        local: this rank's own counters, as of now.
+    """
+
+    totals: dict[str, Any]
+    owners: dict[str, dict[str, int]]
+    ranks: dict[str, dict[str, Any]]
+    local: dict[str, Any] = field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.totals[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.totals)
+
+    def __len__(self) -> int:
+        return len(self.totals)
+
+    @property
+    def balanced(self) -> bool:
+        """Whether the books add up."""
+        return bool(self.totals["put"] == sum(self.totals[name] for name in BOOKS[1:]))
+
+
+def read_statistics(node: Node | None, side: TargetSide | DraftSide) -> StreamStatistics:
+    """Read the statuses of all ranks; without a node, only what this rank knows itself."""
+    local = side.status()
+    statuses: dict[str, dict[str, Any]] = {}
+    obituaries: dict[str, dict[str, Any]] = {}
+    if node is not None:
+        documents = node.documents()
+        members = node.members()
+        values = documents.get_many([f"status/{member.inc}" for member in members])
+        for member, value in zip(members, values, strict=True):
+            if type(value) is dict:
+                statuses[member.inc] = value
+        statuses[node.inc] = local
+        for member in members:
+            if member.role == "target" and member.gone is not None and member.gone.kind != "left":
+                document = documents.get(f"obituary/{member.inc}")
+                if type(document) is dict:
+                    obituaries[member.inc] = document
+    return _add_up(statuses, obituaries, local)
+
+
+def _add_up(
+    statuses: dict[str, dict[str, Any]], obituaries: dict[str, dict[str, Any]], local: dict[str, Any]
+) -> StreamStatistics:
+    owners: dict[str, dict[str, int]] = {}
+    totals: dict[str, Any] = {**dict.fromkeys(BOOKS, 0), "redelivered": 0, "late": 0, "bytes": 0}
+    totals.update(paused_s=0.0, waited_s=0.0)
+    for inc, status in statuses.items():
+        if status.get("role") == "target":
+            books = status.get("books", {})
+            owners[inc] = {name: int(books.get(name, 0)) for name in BOOKS}
+            totals["redelivered"] += int(books.get("redelivered", 0))
+            totals["late"] += int(books.get("late", 0))
+            totals["bytes"] += int(books.get("bytes_sent", 0))
+            totals["paused_s"] += float(status.get("paused_s", 0.0))
+        else:
+            totals["waited_s"] += float(status.get("waited_s", 0.0))
+    for inc, document in obituaries.items():
+        owners[inc] = _closed_books(inc, document, statuses)
+    for books in owners.values():
+        for name in BOOKS:
+            totals[name] += books[name]
+    return StreamStatistics(totals, owners, statuses, local)
+
+
+def _closed_books(inc: str, document: dict[str, Any], statuses: dict[str, dict[str, Any]]) -> dict[str, int]:
+    """A dead owner's books: its obituary, and what became since of the samples that drafts held."""
+    acked = lost = 0
+    for status in statuses.values():
+        outcomes = status.get("posthumous", {}).get(inc, {})
+        acked += int(outcomes.get("acked", 0))
+        lost += int(outcomes.get("lost", 0))
+    return {
+        "put": int(document["put"]),
+        "acked": int(document["acked"]) + acked,
+        "dropped": int(document["dropped"]),
+        "dead": int(document["dead"]),
+        "lost": int(document["lost"]) + lost,
+        "resident": int(document["held"]) - acked - lost,
+    }

@@ -1,0 +1,376 @@
+"""The feature store whose samples travel: put on a target rank, got on a draft rank.
+
+On a target it owns samples until they have their outcome; on a draft it hands out views of receive slots. What moves
+the bytes in between is not its business: the two ends of the stream call :meth:`NcclFeatureStore.pin` and
+:meth:`NcclFeatureStore.unpin`, and provide :class:`Received` samples.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from nccl_stream.errors import CapacityError, ClosedError, MisuseError, SampleNotFoundError, SpecMismatchError
+from nccl_stream.refs import FeatureAlgorithm, FeatureSpec, SampleRef
+from nccl_stream.store import FeatureStore, StoreHandle, StoreHealth
+from nccl_stream.stores.residency import Residency
+from nccl_stream.stores.tensors import check_tensors, copy_tensor
+from nccl_stream.transport.arena import Arena, Slot
+from nccl_stream.transport.layout import SlotLayout
+
+ROOM_POLL_S = 0.005
+
+__all__ = ["Inbound", "NcclFeatureStore", "OwnedBytes", "Received"]
+
+
+@dataclass
+class OwnedBytes:
+    """A sample's memory on its owner: one slot in wire layout, and the features that were donated instead of copied."""
+
+    layout: SlotLayout
+    buffer: torch.Tensor
+    donated: Mapping[str, torch.Tensor]
+    slot: Slot | None
+
+    def features(self) -> dict[str, torch.Tensor]:
+        """The features, as views of this memory, in feature order."""
+        features = {}
+        for name, spec in self.layout.specs.items():
+            offset = self.layout.offsets[name]
+            features[name] = (
+                self.donated[name]
+                if name in self.donated
+                else self.buffer[offset : offset + spec.nbytes].view(spec.dtype).view(spec.shape)
+            )
+        return features
+
+    def wire_buffers(self) -> list[torch.Tensor]:
+        """The messages of the sample, flat bytes in wire order."""
+        return self.layout.wire_buffers(self.buffer, self.donated or None)
+
+
+@dataclass
+class Received:
+    """A delivered sample on a draft: its slot and how to read it."""
+
+    slot: Slot
+    layout: SlotLayout
+
+
+class Inbound(Protocol):
+    """Where a draft's store finds what was delivered."""
+
+    def open_sample(self, ref: SampleRef) -> Received:
+        """Hold a delivered sample's slot (``slot.hold()``) and return it; raises ``SampleNotFoundError``."""
+        ...
+
+
+class NcclFeatureStore(FeatureStore):
+    """Point-to-point feature store of one rank. Made by ``connect``; ``stream.store`` is one.
+
+    On a target rank ``put`` copies the features into preallocated memory (or takes donated ones over) and the sample
+    stays until its outcome; ``get`` returns copies of this rank's own samples. On a draft rank ``get`` returns views of
+    the receive slot, without a copy; the memory is not used again while any of them, or anything derived from them, is
+    alive. ``put`` on a draft rank and ``get`` of a foreign ref are refused.
+
+    Args:
+        uri: identity of the owner whose samples this store holds (target) or of this rank (draft).
+        device: where samples lie.
+        residency: accounting of a target rank's samples; None on a draft.
+        arena: preallocated memory for a target rank's samples.
+        inbound: where a draft rank's deliveries are; None on a target.
+        max_sample_bytes: largest sample a put may bring.
+        chunk_bytes: largest transfer operation; part of the layout.
+        soft_cap_bytes: residency above which a put is refused unless ``starving()`` says that a draft has nothing.
+        starving: see above.
+    """
+
+    def __init__(
+        self,
+        uri: str,
+        device: torch.device,
+        *,
+        max_sample_bytes: int,
+        chunk_bytes: int,
+        residency: Residency[OwnedBytes] | None = None,
+        arena: Arena | None = None,
+        inbound: Inbound | None = None,
+        soft_cap_bytes: int = 0,
+        starving: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._uri = uri
+        self._device = device
+        self._max_sample_bytes = max_sample_bytes
+        self._chunk_bytes = chunk_bytes
+        self._residency = residency
+        self._arena = arena
+        self._inbound = inbound
+        self._soft_cap = soft_cap_bytes
+        self._starving = starving
+        self._open_handles: dict[int, Slot] = {}
+        self._closed = False
+
+    @property
+    def store_uri(self) -> str:
+        """``nccl://run/epoch/incarnation``; no other store, past or present, has it."""
+        return self._uri
+
+    @property
+    def device(self) -> torch.device:
+        """Where samples lie."""
+        return self._device
+
+    def layout_of(self, specs: Mapping[str, FeatureSpec]) -> SlotLayout:
+        """The slot layout both ends derive from a sample's specs."""
+        return SlotLayout.from_specs(specs, chunk_bytes=self._chunk_bytes)
+
+    # -- target side -------------------------------------------------------------------------------------------------
+
+    def put(
+        self,
+        sample_id: str,
+        tensors: Mapping[str, torch.Tensor],
+        run_id: str,
+        algorithm: FeatureAlgorithm = FeatureAlgorithm.EAGLE3,
+        schema_version: int = 1,
+        target_model_version: str = "0",
+        draft_weight_version: str = "0",
+        num_tokens: int = 0,
+        *,
+        attributes: Mapping[str, str] | None = None,
+        donate: bool = False,
+    ) -> SampleRef:
+        """Store a sample on this target rank; see :meth:`FeatureStore.put`.
+
+        Does not wait for room. On a GPU it returns once the copies are in place.
+
+        Args:
+            donate: large contiguous features already on :attr:`device` are not copied; the caller must not write into
+                them again.
+
+        Raises:
+            MisuseError: (``ValueError``) bad id or tensors, or this is a draft rank.
+            CapacityError: (``MemoryError``) a cap would be exceeded; ``can_wait`` tells whether waiting helps.
+            ClosedError: (``RuntimeError``) the stream is closed.
+        """
+        residency = self._require_target("put")
+        check_tensors(sample_id, tensors)
+        specs = {name: FeatureSpec.of(tensor) for name, tensor in tensors.items()}
+        nbytes = sum(spec.nbytes for spec in specs.values())
+        ref = SampleRef(
+            sample_id=sample_id,
+            run_id=run_id,
+            store_uri=self._uri,
+            feature_keys={name: name for name in specs},
+            feature_specs=specs,
+            algorithm=algorithm,
+            schema_version=schema_version,
+            num_tokens=num_tokens,
+            estimated_bytes=nbytes,
+            target_model_version=target_model_version,
+            draft_weight_version=draft_weight_version,
+            attributes=attributes or {},
+        )
+        ref.to_json()  # a ref that cannot be announced is refused here, on the side that is at fault
+        layout = self.layout_of(specs)
+        self._check_size(sample_id, nbytes)
+        with residency.reserve(sample_id, nbytes) as reservation:
+            reservation.commit(self._store(sample_id, layout, tensors, donate=donate))
+        return ref
+
+    def _check_size(self, sample_id: str, nbytes: int) -> None:
+        if nbytes > self._max_sample_bytes:
+            raise CapacityError(
+                f"sample {sample_id!r} has {nbytes} bytes, the stream was configured for at most "
+                f"{self._max_sample_bytes}: set max_sample_bytes={nbytes} or more",
+                can_wait=False,
+            )
+        if not self.room_for(nbytes):
+            raise CapacityError(
+                f"sample {sample_id!r} of {nbytes} bytes does not fit now: {self.health().resident_bytes} bytes are "
+                "waiting for their outcome"
+            )
+
+    def _store(
+        self, sample_id: str, layout: SlotLayout, tensors: Mapping[str, torch.Tensor], *, donate: bool
+    ) -> OwnedBytes:
+        donated = {}
+        if donate:
+            donated = {
+                name: tensors[name].detach()
+                for name in layout.large
+                if layout.donatable(tensors[name]) and tensors[name].device == self._device
+            }
+        nbytes = layout.packed_bytes if donated and len(donated) == len(layout.large) else layout.total_bytes
+        slot = None if self._arena is None else self._arena.reserve(nbytes, f"sample {sample_id}")
+        # Room by count of bytes, but not in one piece: a buffer of its own rather than a producer that gets stuck.
+        buffer = torch.empty(nbytes, dtype=torch.uint8, device=self._device) if slot is None else slot.buffer
+        try:
+            copied = {name: tensor for name, tensor in tensors.items() if name not in donated}
+            if self._device.type == "cuda":
+                stream = torch.cuda.current_stream(self._device)
+                if slot is not None:
+                    slot.wait_release(stream)
+                layout.pack(copied, buffer)
+                stream.synchronize()
+            else:
+                layout.pack(copied, buffer)
+        except BaseException:
+            if slot is not None:
+                slot.settle()
+            raise
+        return OwnedBytes(layout, buffer, donated, slot)
+
+    def room_for(self, nbytes: int) -> bool:
+        """Whether a put of ``nbytes`` would be accepted now."""
+        if self._residency is None:
+            return False
+        health = self._residency.health()
+        soft = health.resident_bytes + nbytes <= self._soft_cap or self._starving()
+        return soft and self._residency.room_for(nbytes)
+
+    def wait_for_room(self, nbytes: int, timeout: float) -> bool:
+        """Block up to ``timeout`` seconds until a put of ``nbytes`` would be accepted; returns whether it would.
+
+        Raises:
+            ClosedError: (``RuntimeError``) the stream is closed.
+        """
+        deadline = time.monotonic() + timeout
+        while True:
+            self._require_target("wait_for_room")
+            if self.room_for(nbytes):
+                return True
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                return False
+            # Room comes from acks and from drafts that run dry; the second is not the residency's to signal.
+            time.sleep(min(ROOM_POLL_S, remaining))
+
+    def pin(self, ref: SampleRef) -> tuple[OwnedBytes, StoreHandle]:
+        """Hold a resident sample for delivery; the handle keeps it until :meth:`unpin`."""
+        residency = self._require_target("put on the queue")
+        if ref.store_uri != self._uri:
+            raise MisuseError(f"sample {ref.sample_id!r} belongs to {ref.store_uri!r}, not to this rank's store")
+        handle = StoreHandle(store=self, sample_id=ref.sample_id, ref=ref)
+        return residency.attach(handle), handle
+
+    def unpin(self, handle: StoreHandle) -> None:
+        """The sample has its outcome and no transfer reads it: free it."""
+        if self._residency is not None and not self._residency.is_closed:
+            self._residency.release(handle)
+
+    def discard(self, ref: SampleRef) -> bool:
+        """Drop a sample of this target rank that was not queued; see :meth:`FeatureStore.discard`."""
+        if self._residency is None or ref.store_uri != self._uri:
+            return False
+        return self._residency.discard(ref.sample_id)
+
+    # -- draft side and both -----------------------------------------------------------------------------------------
+
+    def get(
+        self, ref: SampleRef, device: torch.device | str | None = None
+    ) -> tuple[dict[str, torch.Tensor], StoreHandle]:
+        """Materialize a sample; see :meth:`FeatureStore.get`.
+
+        Never waits: what a draft has leased has arrived. On a draft without ``device`` (or with the slot's own device)
+        the tensors are views of the receive slot; two gets of one delivery share memory.
+        """
+        self._check_open("get")
+        wanted = None if device is None else torch.device(device)
+        if self._residency is not None:
+            return self._get_own(ref, wanted)
+        assert self._inbound is not None
+        received = self._inbound.open_sample(ref)
+        handle = StoreHandle(store=self, sample_id=ref.sample_id, ref=ref)
+        self._open_handles[handle.handle_id] = received.slot
+        try:
+            if self._device.type == "cuda":
+                received.slot.wait_ready(torch.cuda.current_stream(self._device))
+            tensors = received.layout.views(received.slot.export())
+            if wanted is not None and wanted != self._device:
+                tensors = {name: copy_tensor(tensor, wanted) for name, tensor in tensors.items()}
+        except BaseException:
+            self._drop_handle(handle)
+            raise
+        return tensors, handle
+
+    def _get_own(self, ref: SampleRef, device: torch.device | None) -> tuple[dict[str, torch.Tensor], StoreHandle]:
+        assert self._residency is not None
+        if ref.store_uri != self._uri:
+            raise SampleNotFoundError(f"sample {ref.sample_id!r} belongs to {ref.store_uri!r}, not to {self._uri!r}")
+        handle = StoreHandle(store=self, sample_id=ref.sample_id, ref=ref)
+        owned = self._residency.attach(handle)
+        try:
+            _check_specs(ref, owned.layout.specs)
+            features = owned.features()
+            return {name: copy_tensor(features[name], device) for name in ref.feature_names()}, handle
+        except BaseException:
+            self._residency.detach(handle)
+            raise
+
+    def release(self, handle: StoreHandle) -> None:
+        """See :meth:`FeatureStore.release`. On a draft the slot returns once its delivery is settled too."""
+        self._check_open("release")
+        if not isinstance(handle, StoreHandle):
+            raise MisuseError(f"release needs a StoreHandle, got {type(handle).__name__}")
+        if handle.store is not self:
+            raise MisuseError(f"the handle of sample {handle.sample_id!r} was issued by a different store")
+        if self._residency is not None:
+            self._residency.release(handle)
+        else:
+            self._drop_handle(handle)
+
+    def _drop_handle(self, handle: StoreHandle) -> None:
+        slot = self._open_handles.pop(handle.handle_id, None)
+        if slot is None:
+            return
+        if self._device.type == "cuda":
+            slot.record_release(torch.cuda.current_stream(self._device))
+        slot.drop()
+
+    def health(self) -> StoreHealth:
+        """See :meth:`FeatureStore.health`. On a draft: the receive arena, which has no watermarks."""
+        if self._residency is not None:
+            health = self._residency.health()
+            return StoreHealth(
+                health.resident_bytes,
+                self._soft_cap,
+                health.sample_count,
+                health.high_watermark_hit,
+                health.low_watermark_hit,
+            )
+        assert self._arena is not None
+        used = self._arena.capacity_bytes - self._arena.free_bytes
+        return StoreHealth(used, self._arena.capacity_bytes, len(self._arena.holders()), False, True)
+
+    def gc(self) -> int:
+        """See :meth:`FeatureStore.gc`: handles dropped without a release, on a target rank."""
+        self._check_open("gc")
+        return 0 if self._residency is None else self._residency.sweep()
+
+    def close(self) -> None:
+        """Drop everything. Called by the stream; idempotent. Tensors that are still held keep their memory."""
+        self._closed = True
+        if self._residency is not None:
+            self._residency.close()
+        if self._arena is not None:
+            self._arena.close()
+
+    def _check_open(self, operation: str) -> None:
+        if self._closed:
+            raise ClosedError(f"{operation}: the stream is closed")
+
+    def _require_target(self, operation: str) -> Residency[OwnedBytes]:
+        self._check_open(operation)
+        if self._residency is None:
+            raise MisuseError(f"{operation} is for target ranks; this is a draft rank, which receives")
+        return self._residency
+
+
+def _check_specs(ref: SampleRef, stored: Mapping[str, FeatureSpec]) -> None:
+    if dict(ref.feature_specs) != dict(stored):
+        raise SpecMismatchError(f"sample {ref.sample_id!r}: the ref's specs differ from what is stored")

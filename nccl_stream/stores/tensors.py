@@ -1,0 +1,44 @@
+"""What every store does with the tensors it is given: check them, and copy them byte by byte."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from nccl_stream.errors import MisuseError
+
+__all__ = ["check_tensors", "copy_tensor"]
+
+# A dtype of the same size that every device can copy; torch has no kernel for its sub-byte dtypes and warns whenever
+# it makes a complex32 tensor.
+_CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def copy_tensor(tensor: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
+    """Return a detached, contiguous, byte-exact copy of ``tensor`` on ``device`` (None: where it is)."""
+    source = tensor.detach().resolve_conj().resolve_neg()
+    carrier = _CARRIERS.get(source.dtype.itemsize, source.dtype)
+    copy = torch.empty(source.shape, dtype=carrier, device=source.device if device is None else device)
+    return copy.copy_(source.view(carrier)).view(source.dtype)
+
+
+def check_tensors(sample_id: str, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Check that ``tensors`` can be stored.
+
+    Raises:
+        MisuseError: (``ValueError``) the map is empty, a name is not a non-empty str, or a value is not a plain dense
+            tensor with data.
+    """
+    if not isinstance(tensors, Mapping) or not tensors:
+        raise MisuseError(f"sample {sample_id!r}: tensors must be a non-empty mapping of name to tensor")
+    for name, tensor in tensors.items():
+        if not isinstance(name, str) or not name:
+            raise MisuseError(f"sample {sample_id!r}: feature name must be a non-empty str, got {name!r}")
+        if not isinstance(tensor, torch.Tensor):
+            raise MisuseError(f"sample {sample_id!r}: feature {name!r} must be a tensor, got {type(tensor).__name__}")
+        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta":
+            raise MisuseError(
+                f"sample {sample_id!r}: feature {name!r} must be a dense, unquantized tensor with data, "
+                f"got layout={tensor.layout}, dtype={tensor.dtype}, device={tensor.device}"
+            )
