@@ -7,6 +7,13 @@ import threading
 
 import pytest
 import torch
+
+from nccl_stream.async_pipeline import AsyncFeaturePipeline, PromptBatch, PromptSource
+from nccl_stream.errors import CapacityError, ConfigError, PeerLostError, ProducerFailedError
+from nccl_stream.loader import FeatureDataLoader
+from nccl_stream.producer import FeatureProducer
+from nccl_stream.queue import SampleRefQueue
+from nccl_stream.stores.local import LocalFeatureStore
 from tests.unit.pipeline_support import (
     DEADLINE_S,
     Background,
@@ -19,13 +26,6 @@ from tests.unit.pipeline_support import (
     sample_bytes,
     wait_until,
 )
-
-from nccl_stream.async_pipeline import AsyncFeaturePipeline, PromptBatch, PromptSource
-from nccl_stream.errors import CapacityError, ConfigError, PeerLostError, ProducerFailedError
-from nccl_stream.loader import FeatureDataLoader
-from nccl_stream.producer import FeatureProducer
-from nccl_stream.queue import SampleRefQueue
-from nccl_stream.stores.local import LocalFeatureStore
 
 THREAD = "streaming-async-producer"
 

@@ -6,6 +6,14 @@ from typing import ClassVar
 
 import pytest
 import torch
+
+from nccl_stream.errors import ConfigError, ProducerFailedError
+from nccl_stream.loader import FeatureDataLoader
+from nccl_stream.producer import FeatureProducer
+from nccl_stream.queue import Lease, SampleRefQueue, VisibilityTimeout
+from nccl_stream.refs import FeatureAlgorithm
+from nccl_stream.stores.local import LocalFeatureStore
+from nccl_stream.target import Eagle3TargetBatch
 from tests.unit.pipeline_support import (
     SEQ,
     Background,
@@ -16,14 +24,6 @@ from tests.unit.pipeline_support import (
     prompt,
     wait_until,
 )
-
-from nccl_stream.errors import ConfigError, ProducerFailedError
-from nccl_stream.loader import FeatureDataLoader
-from nccl_stream.producer import FeatureProducer
-from nccl_stream.queue import Lease, SampleRefQueue, VisibilityTimeout
-from nccl_stream.refs import FeatureAlgorithm
-from nccl_stream.stores.local import LocalFeatureStore
-from nccl_stream.target import Eagle3TargetBatch
 
 PACKING = ("position_ids", "seq_lens", "doc_remaining")
 
