@@ -222,10 +222,14 @@ def test_lease_is_renewed_while_a_long_step_uses_the_sample(monkeypatch):
     assert rig.queue.statistics().acked == 2
 
 
-def test_renewing_ends_with_the_sample_the_loader_or_its_last_reference(rig):
-    def renewers() -> list[threading.Thread]:
-        return [thread for thread in threading.enumerate() if thread.name == "feature-loader-leases"]
+@pytest.fixture
+def renewers():
+    """Returns a function that lists the renewing threads this test has started and that still run."""
+    before = set(threading.enumerate())
+    return lambda: [t for t in threading.enumerate() if t.name == "feature-loader-leases" and t not in before]
 
+
+def test_renewing_ends_with_the_loader_or_its_last_reference(rig, renewers):
     rig.fill(3, close=False)
     first = FeatureDataLoader(rig.queue, rig.store)
     next(first)
@@ -240,11 +244,11 @@ def test_renewing_ends_with_the_sample_the_loader_or_its_last_reference(rig):
     wait_until(lambda: renewers() == [], "the end of an abandoned loader's thread")
 
 
-def test_drained_iteration_leaves_no_thread_without_close(rig):
+def test_drained_iteration_leaves_no_thread_without_close(rig, renewers):
     rig.fill(1)
     loader = FeatureDataLoader(rig.queue, rig.store)
     assert len(list(loader)) == 1
-    assert not any(thread.name == "feature-loader-leases" for thread in threading.enumerate())
+    assert renewers() == []
 
 
 def test_raw_acquire_expires_although_a_loader_lives():
@@ -418,15 +422,16 @@ def test_sample_that_arrives_while_the_loader_is_closed_is_handed_back(rig, monk
     assert rig.queue.acquire().redelivery_count == 0
 
 
-def test_failing_ack_still_closes_everything(rig, monkeypatch):
+def test_failing_ack_still_closes_everything(rig, monkeypatch, renewers):
     rig.fill(1, close=False)
     loader = FeatureDataLoader(rig.queue, rig.store)
     next(loader)
+    assert len(renewers()) == 1
     monkeypatch.setattr(rig.queue, "ack_many", lambda leases: (_ for _ in ()).throw(ConnectionError("gone")))
     with pytest.raises(ConnectionError):
         loader.close()
     assert rig.queue.is_closed
-    assert not any(thread.name == "feature-loader-leases" for thread in threading.enumerate())
+    assert renewers() == []
 
 
 def test_two_loaders_share_a_queue_without_losing_or_doubling(rig):
