@@ -12,6 +12,7 @@ from nccl_stream.loader import FeatureDataLoader
 from nccl_stream.producer import FeatureProducer
 from nccl_stream.queue import Lease, SampleRefQueue, VisibilityTimeout
 from nccl_stream.refs import FeatureAlgorithm
+from nccl_stream.schema import FRAME_ATTRIBUTE, NORM_ATTRIBUTE
 from nccl_stream.stores.local import LocalFeatureStore
 from nccl_stream.target import Eagle3TargetBatch
 from tests.unit.pipeline_support import (
@@ -283,10 +284,19 @@ def bad_schema_ref(rig: Rig, **changes):
         {"schema_version": 99},
         {"extra": {"target_probs": torch.zeros(1, SEQ, 2), "position_mask": torch.ones(1, SEQ, 1, dtype=torch.bool)}},
         {"extra": {"seq_lens": torch.tensor([[SEQ]])}},
+        {
+            "without": ("logits",),
+            "extra": {"last_hidden_states": torch.zeros(1, SEQ, 4)},
+            "schema_version": 2,
+            "attributes": {NORM_ATTRIBUTE: "post", FRAME_ATTRIBUTE: "shifted"},
+        },
     ],
-    ids=["no supervision", "version", "two supervisions", "partial packing"],
+    ids=["no supervision", "version", "two supervisions", "partial packing", "supervision without a batch"],
 )
-def test_ref_with_a_bad_schema_raises_once_and_is_gone_with_its_bytes(rig, changes):
+def test_ref_with_a_bad_schema_raises_once_and_is_gone_with_its_bytes(rig, changes, monkeypatch):
+    gets, get = [], rig.store.get
+    # Keeps every handle alive, so that only a release ends it.
+    monkeypatch.setattr(rig.store, "get", lambda ref: gets.append(get(ref)) or gets[-1])
     rig.queue.put(bad_schema_ref(rig, **changes))
     rig.fill(1)
     loader = FeatureDataLoader(rig.queue, rig.store)
@@ -294,6 +304,7 @@ def test_ref_with_a_bad_schema_raises_once_and_is_gone_with_its_bytes(rig, chang
         next(loader)
     assert (rig.queue.pending_count(), rig.queue.outstanding_count(), rig.resident) == (1, 0, 1)
     assert [fill_of(batch) for batch in loader] == [1]
+    assert rig.resident == 0
 
 
 def test_feature_that_is_not_read_is_freed_with_its_sample(rig):
