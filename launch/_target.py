@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from _draft import DraftConfig, Eagle3Draft
 from _text import ASSETS, ByteTokenizer, Tokenizer
+
 from nccl_stream.target import Eagle3TargetBatch, HFEagle3TargetModel
 
 HUB = "hf:"

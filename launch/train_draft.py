@@ -31,6 +31,9 @@ from _text import ASSETS, Windows, held_out_prompts, load_tokens
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+import nccl_stream
+from nccl_stream.prompts import prompt_order
+
 ARENA_SAMPLES = 8  # receive memory of a draft rank: one sample in use, the others ready or on their way
 RESIDENT_SAMPLES = 8  # per draft rank, how far a target may run ahead
 REPORT_TIMEOUT_S = 60.0
@@ -218,7 +221,7 @@ def run_colocated(arguments: argparse.Namespace, target: Target, dataset: Window
         dist.init_process_group("nccl" if target.model.device.type == "cuda" else "gloo")
     trainer = Trainer(arguments, target, prompts, dist.group.WORLD if grouped else None)
     backend = TimedTarget(target.model)
-    order = range(len(dataset))
+    order = prompt_order(len(dataset), epoch=0, seed=arguments.seed)
     trainer.train(colocated_batches(backend, dataset, order, trainer.rank, trainer.num_drafts))
     losses = trainer.gathered_losses()
     if trainer.rank == 0:
@@ -228,8 +231,6 @@ def run_colocated(arguments: argparse.Namespace, target: Target, dataset: Window
 
 
 def run_streamed(arguments: argparse.Namespace, target: Target, dataset: Windows, prompts: list[Tensor]) -> None:
-    import nccl_stream
-
     sample_bytes = target.sample_bytes(arguments.batch, arguments.seq_len)
     sizes = nccl_stream.StreamConfig(max_sample_bytes=sample_bytes)
     config = nccl_stream.StreamConfig(
@@ -261,8 +262,6 @@ def run_streamed(arguments: argparse.Namespace, target: Target, dataset: Windows
 
 def produce(stream: Any, target: Target, dataset: Windows, seed: int, board: ReportBoard) -> None:
     """A target rank's work: the forwards of its share of the prompts."""
-    import nccl_stream
-
     rank = stream.role_rank
     backend = TimedTarget(target.model, after=lambda b: board.post("busy", rank, {"idle_share": b.idle_share}))
     producer = nccl_stream.FeatureProducer(backend, stream.store, run_id=stream.run_id)
