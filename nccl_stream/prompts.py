@@ -18,7 +18,7 @@ _PACKING = ("position_ids", "seq_lens", "doc_remaining")
 def prompt_order(size: int, epoch: int, seed: int) -> list[int]:
     """The global order of one epoch: dataset indices by position, the same on every rank and in a colocated run."""
     generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
-    return torch.randperm(size, generator=generator).tolist()  # type: ignore[no-any-return]
+    return torch.randperm(size, generator=generator).tolist()
 
 
 def shard_prompts(

@@ -246,7 +246,7 @@ class TargetSide:
         if member.role != "draft":
             return
         with self.cond:
-            awaited = self._restart_timeout > 0 and member.gone is not None and member.gone.kind == "died"
+            awaited = self._restart_timeout > 0 and member.gone is not None and member.gone.kind != "left"
             if awaited:
                 self._restarts[member.rank] = self._clock() + self._restart_timeout
             self.delivery.draft_gone(member.inc, awaited=awaited)
@@ -296,7 +296,10 @@ class TargetSide:
             tasks, self._tasks = self._tasks, []
             writes, deletes = self._journal.take_writes()
         for task in tasks:
-            task(documents)
+            try:
+                task(documents)
+            except WireFormatError as exc:
+                logger.warning("%s: ignored a damaged document: %s", self.node.inc, exc)
         documents.set_many(writes)
         for key in deletes:
             documents.delete(key)
@@ -384,6 +387,8 @@ class TargetQueue:
             ClosedError: (``RuntimeError``) the queue was closed, no draft is left, or ``abort_when`` returned True.
         """
         side = self._side
+        if not isinstance(ref, SampleRef):
+            raise MisuseError(f"the queue takes SampleRefs, got {type(ref).__name__}")
         started = time.monotonic()
         while True:
             if abort_when is not None and abort_when():
