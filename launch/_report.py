@@ -128,10 +128,9 @@ def bottleneck(wait_share: float, idle_share: float | None) -> str:
 def summary(progress: Progress, statistics: Mapping[str, Any] | None) -> str:
     """The closing words; ``statistics`` are the run's, or ``None`` for a colocated one."""
     idle = progress.idle_shares[-1][1] if progress.idle_shares else None
-    lines = [
-        "",
-        f"Trained {len(progress.losses)} steps on {progress.num_drafts} draft ranks in {progress.now():.0f} s.",
-    ]
+    steps, train_s, evaluate_s = len(progress.losses), progress.now(), progress.evaluated_s
+    where = f"{progress.num_drafts} draft rank(s)"
+    lines = ["", f"{steps} steps on {where}: {train_s:.0f} s of training, {evaluate_s:.0f} s of evaluation"]
     if progress.losses:
         window = max(1, len(progress.losses) // 20)
         first, last = (sum(part) / window for part in (progress.losses[:window], progress.losses[-window:]))

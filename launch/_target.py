@@ -61,7 +61,7 @@ class Target:
         config = DraftConfig(
             hidden=self.hidden,
             vocabulary=self.vocabulary,
-            heads=text.num_attention_heads if self.hidden % text.num_attention_heads == 0 else 1,
+            heads=text.num_attention_heads if self.hidden % (2 * text.num_attention_heads) == 0 else 1,
             intermediate=getattr(text, "intermediate_size", None) or 4 * self.hidden,
             ttt_steps=ttt_steps,
         )

@@ -45,20 +45,20 @@ def parse_arguments() -> argparse.Namespace:
     where.add_argument("--colocated", action="store_true", help="no streaming: target and draft in every process")
     where.add_argument("--num-targets", type=int, default=2, help="ranks that run the target (default 2)")
     where.add_argument("--assignment", choices=("demand", "static"), default="demand", help="who gets which sample")
-    where.add_argument("--end", choices=("drop", "pad", "ragged"), default="drop", help="what happens to leftovers")
+    where.add_argument("--end", choices=("drop", "pad"), default="drop", help="what happens to leftovers")
     where.add_argument("--device", default="auto", help="auto, cpu or cuda (default auto)")
     where.add_argument("--threads", type=int, default=1, help="CPU threads per rank (default 1)")
     what = parser.add_argument_group("what is trained")
     what.add_argument("--target", default="default", help="'default' or hf:NAME_OR_PATH")
     what.add_argument("--text", type=Path, default=ASSETS / "text.txt", help="UTF-8 text to train on")
-    what.add_argument("--steps", type=int, default=200, help="optimizer steps (default 200)")
+    what.add_argument("--steps", type=int, default=300, help="optimizer steps (default 300)")
     what.add_argument("--batch", type=int, default=4, help="rows per draft rank and step (default 4)")
     what.add_argument("--seq-len", type=int, default=256, help="tokens per row (default 256)")
     what.add_argument("--ttt-steps", type=int, default=3, help="training-time-test steps (default 3)")
     what.add_argument("--lr", type=float, default=2e-3)
     what.add_argument("--seed", type=int, default=0)
     told = parser.add_argument_group("what is reported")
-    told.add_argument("--eval-every", type=int, default=25, help="steps between evaluations; 0 for none (default 25)")
+    told.add_argument("--eval-every", type=int, default=30, help="steps between evaluations; 0 for none (default 30)")
     told.add_argument("--eval-prompts", type=int, default=8)
     told.add_argument("--eval-tokens", type=int, default=48)
     told.add_argument("--draft-width", type=int, default=4, help="tokens drafted per target forward (default 4)")
@@ -132,6 +132,10 @@ class Trainer:
                 progress.show(keep=bool(evaluated))
             waiting = time.monotonic()
         self.evaluate(final=True)
+        if self.rank == 0:
+            if statistics is not None:
+                progress.observe(statistics())
+            progress.show(keep=True)
 
     def update(self, inputs: dict[str, Tensor]) -> float:
         """One optimizer step on this rank's batch; its loss."""
@@ -197,9 +201,9 @@ def report(
     if arguments.losses is not None:
         write_losses(arguments.losses, losses)
     print(summary(trainer.progress, statistics), flush=True)
-    mode = "colocated" if arguments.colocated else f"{arguments.num_targets} target ranks"
+    mode = "colocated" if arguments.colocated else f"streamed from {arguments.num_targets} target rank(s)"
     picture = arguments.out / "train_draft.png"
-    draw(trainer.progress, picture, f"EAGLE-3 draft, {trainer.num_drafts} draft ranks, {mode}")
+    draw(trainer.progress, picture, f"EAGLE-3 draft on {trainer.num_drafts} rank(s), {mode}")
     print(f"  picture     {picture.resolve()}", flush=True)
 
 
