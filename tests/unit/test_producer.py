@@ -2,7 +2,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.unit.pipeline_support import HIDDEN, SEQ, VOCAB, Background, FakeTarget, packed_prompt, prompt, sample_bytes, wait_until
+from tests.unit.pipeline_support import (
+    HIDDEN,
+    SEQ,
+    VOCAB,
+    Background,
+    FakeTarget,
+    packed_prompt,
+    prompt,
+    sample_bytes,
+    wait_until,
+)
 
 from nccl_stream.errors import CapacityError, MisuseError, SchemaError, SpecMismatchError
 from nccl_stream.producer import FeatureProducer
