@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -90,7 +90,7 @@ class OwnerPort(Protocol):
 class _Draft:
     inc: str
     rank: int
-    gen: int = 0
+    gen: int = 0  # newest generation that came up or broke
     linked: bool = False
     ended: bool = False
     next_seq: int = 0
@@ -113,11 +113,21 @@ class OwnerDelivery:
         port: carries out what is decided.
         num_drafts: draft ranks of the run.
         static: assign sample k to draft rank ``k mod num_drafts`` instead of to the least loaded one.
+        ranks: draft ranks this owner delivers to; None: all.
         window: how many samples may be announced to one draft and not yet answered.
         max_failures: consumer failures a sample survives; one more makes it a dead letter.
     """
 
-    def __init__(self, port: OwnerPort, *, num_drafts: int, static: bool, window: int, max_failures: int) -> None:
+    def __init__(
+        self,
+        port: OwnerPort,
+        *,
+        num_drafts: int,
+        static: bool,
+        window: int,
+        max_failures: int,
+        ranks: Iterable[int] | None = None,
+    ) -> None:
         self._port = port
         self._num_drafts = num_drafts
         self._static = static
@@ -126,7 +136,8 @@ class OwnerDelivery:
         self._samples: dict[str, OwnedSample] = {}
         self._drafts: dict[str, _Draft] = {}
         self._queues: dict[int, deque[str]] = {}
-        self._awaited: set[int] = set(range(num_drafts))
+        # Ranks that somebody takes samples for now, or is expected to.
+        self._awaited: set[int] = set(range(num_drafts) if ranks is None else ranks)
         self._closed = False
         self._error = ""
         self._ended = False
@@ -171,25 +182,32 @@ class OwnerDelivery:
         if draft is None:
             return
         if not awaited:
-            self._awaited.discard(draft.rank)
+            self._give_up(draft.rank)
         self._take_back(sorted(draft.held, key=lambda sid: self._samples[sid].order))
         self.assign()
 
     def stop_awaiting(self, rank: int) -> None:
         """The dead draft of this rank has not come back in time."""
-        self._awaited.discard(rank)
+        self._give_up(rank)
         self.assign()
+
+    def _give_up(self, rank: int) -> None:
+        if not any(draft.rank == rank and not draft.ended for draft in self._drafts.values()):
+            self._awaited.discard(rank)
 
     def draft_ended(self, inc: str) -> None:
         """The draft takes nothing more (its agreed end has come)."""
-        if inc in self._drafts:
-            self._drafts[inc].ended = True
+        draft = self._drafts.get(inc)
+        if draft is not None:
+            draft.ended = True
+            self._give_up(draft.rank)
             self.assign()
 
     def link_up(self, inc: str, gen: int) -> None:
         draft = self._drafts.get(inc)
-        if draft is None or (draft.gen >= gen and draft.linked):
-            return
+        if draft is None or gen <= draft.gen:
+            return  # it broke before we were told that it had come up
+        self._unlink(draft)
         draft.gen, draft.linked = gen, True
         draft.next_seq = draft.send_seq = draft.waiting = 0
         draft.answers.clear()
@@ -199,13 +217,19 @@ class OwnerDelivery:
     def link_down(self, inc: str, gen: int) -> None:
         """Everything announced or in flight on that link will be delivered anew; what was delivered stays delivered."""
         draft = self._drafts.get(inc)
-        if draft is None or draft.gen != gen or not draft.linked:
+        if draft is None or gen < draft.gen:
+            return
+        draft.gen = gen
+        self._unlink(draft)
+        self.assign()
+
+    def _unlink(self, draft: _Draft) -> None:
+        if not draft.linked:
             return
         draft.linked = False
         back = [sid for sid in draft.held if self._samples[sid].phase in (Phase.ASSIGNED, Phase.IN_FLIGHT)]
         self._take_back(sorted(back, key=lambda sid: self._samples[sid].order))
         draft.waiting = 0
-        self.assign()
 
     @property
     def anybody_left(self) -> bool:
