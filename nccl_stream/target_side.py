@@ -82,6 +82,7 @@ class TargetSide:
             static=config.assignment == "static",
             window=config.announce_window,
             max_failures=config.max_failures,
+            abreast=None if config.end == "ragged" else config.samples_per_round,
         )
         self._rank = target_rank
         self._num_targets = num_targets
