@@ -128,6 +128,7 @@ class DraftSide:
                 self.on_fatal(exc)
 
     def _grant(self) -> None:
+        self.store.collect_dropped()
         with self.cond:
             self.intake.grant()
             self._changed()
@@ -257,7 +258,7 @@ class DraftSide:
             self.links.remove(member.inc)
         with self.cond:
             if member.role == "draft" and self.rounds is not None:
-                awaited = kind == "died" and self._restart_timeout > 0
+                awaited = kind != "left" and self._restart_timeout > 0
                 if awaited:
                     self._restarts[member.inc] = self._clock() + self._restart_timeout
                 self.rounds.member_gone(member.inc, awaited=awaited)
@@ -320,7 +321,10 @@ class DraftSide:
             leading = self._leads()
             alive = [member.inc for member in self.node.alive("draft")]
         for task in tasks:
-            task(documents)
+            try:
+                task(documents)
+            except WireFormatError as exc:
+                logger.warning("%s: ignored a damaged document: %s", self.node.inc, exc)
         if leading:
             for owner in self.obituaries.complete(alive):
                 self._write_obituary(documents, owner)
@@ -418,12 +422,16 @@ class DraftSide:
         failed = self.obituaries.failed()
         if failed:
             return f"{FAILED_PREFIX}{failed}"
-        # Not before the books of the dead are closed: the error names what to produce again.
-        if not self._all_targets_known() or not self.intake.drained() or self.obituaries.any_unread:
+        unclean = [inc for inc in self.obituaries.died_owners() if not self._died_settled(inc)]
+        if not unclean or any(inc not in self.obituaries.documents() for inc in unclean):
             return ""
-        if self.obituaries.any_open and (self.config.on_loss == "raise" or not self.intake.living_owners()):
-            return self.obituaries.describe()
-        return ""
+        nobody_left = self._all_targets_known() and not self.intake.living_owners() and self.intake.drained()
+        return self.obituaries.describe() if nobody_left or self.config.on_loss == "raise" else ""
+
+    def _died_settled(self, inc: str) -> bool:
+        """Whether a dead owner had said that it puts nothing more, and nothing of it is lost."""
+        document = self.obituaries.documents().get(inc)
+        return self.intake.was_closed(inc) and document is not None and document["lost"] == 0
 
     def _leads(self) -> bool:
         alive = self.node.alive("draft")

@@ -249,7 +249,7 @@ class TargetSide:
             return
         succeeded = any(draft.rank == member.rank for draft in self.node.alive("draft"))
         with self.cond:
-            awaited = self._restart_timeout > 0 and member.gone is not None and member.gone.kind == "died"
+            awaited = self._restart_timeout > 0 and member.gone is not None and member.gone.kind != "left"
             if awaited and not succeeded:
                 self._restarts[member.rank] = self._clock() + self._restart_timeout
             self.delivery.draft_gone(member.inc, awaited=awaited)
@@ -299,7 +299,10 @@ class TargetSide:
             tasks, self._tasks = self._tasks, []
             writes, deletes = self._journal.take_writes()
         for task in tasks:
-            task(documents)
+            try:
+                task(documents)
+            except WireFormatError as exc:
+                logger.warning("%s: ignored a damaged document: %s", self.node.inc, exc)
         documents.set_many(writes)
         for key in deletes:
             documents.delete(key)
@@ -387,6 +390,8 @@ class TargetQueue:
             ClosedError: (``RuntimeError``) the queue was closed, no draft is left, or ``abort_when`` returned True.
         """
         side = self._side
+        if not isinstance(ref, SampleRef):
+            raise MisuseError(f"the queue takes SampleRefs, got {type(ref).__name__}")
         started = time.monotonic()
         while True:
             if abort_when is not None and abort_when():
@@ -404,7 +409,7 @@ class TargetQueue:
             with side.cond:
                 side.cond.wait(poll_interval)
 
-    def close(self, error: BaseException | None = None) -> None:
+    def close(self, *, error: BaseException | None = None) -> None:
         """No more puts; what was put is still delivered. ``error`` reaches the draft ranks as a failure."""
         self._side.close_queue(error)
 

@@ -132,10 +132,9 @@ class Obituaries:
         """Why an owner left with an error, if one did."""
         return next((f"{dead.label}: {dead.reason}" for dead in self._dead.values() if dead.kind == "failed"), "")
 
-    @property
-    def any_open(self) -> bool:
-        """Whether some owner died, and not on purpose."""
-        return any(dead.kind == "died" for dead in self._dead.values())
+    def died_owners(self) -> list[str]:
+        """Owners that died without a word."""
+        return [owner for owner, dead in self._dead.items() if dead.kind == "died"]
 
     @property
     def any_unread(self) -> bool:

@@ -34,13 +34,13 @@ class TensorAllocations:
         return sum(self.by_operator.values())
 
     def __enter__(self) -> TensorAllocations:
-        self._profiler.__enter__()
+        self._profiler.__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
     ) -> None:
-        self._profiler.__exit__(exc_type, exc, tb)
+        self._profiler.__exit__(exc_type, exc, tb)  # type: ignore[no-untyped-call]
         for event in self._profiler.events() or ():  # type: ignore[no-untyped-call]
             if event.name.startswith("aten::empty") or event.name in ("aten::resize_", "aten::clone"):
                 self.by_operator[event.name] += 1
