@@ -89,8 +89,8 @@ class NcclFeatureStore(FeatureStore):
         chunk_bytes: largest transfer operation; part of the layout.
         soft_cap_bytes: residency above which a put is refused unless ``starving()`` says that a draft has nothing.
         starving: see above.
-        on_dropped: called when a draft's handle was garbage-collected unreleased; may run inside a finalizer, so it must
-            neither lock nor block. :meth:`collect_dropped` then ends its hold.
+        on_dropped: called when a draft's handle was garbage-collected unreleased; may run inside a finalizer, so it
+            must neither lock nor block. :meth:`collect_dropped` then ends its hold.
     """
 
     def __init__(
