@@ -74,16 +74,18 @@ class TargetSide:
     ) -> None:
         self.config = config
         self.cond = threading.Condition()
+        self._linked = config.linked_drafts(target_rank, num_drafts)
         self.delivery = OwnerDelivery(
             self,
+            ranks=self._linked,
             num_drafts=num_drafts,
             static=config.assignment == "static",
             window=config.announce_window,
             max_failures=config.max_failures,
+            abreast=None if config.end == "ragged" else config.samples_per_round,
         )
         self._rank = target_rank
         self._num_targets = num_targets
-        self._linked = config.linked_drafts(target_rank, num_drafts)
         self._restart_timeout = restart_timeout
         self._clock = clock
         self._pinned: dict[str, tuple[OwnedBytes, StoreHandle]] = {}
@@ -243,11 +245,12 @@ class TargetSide:
         self.links.add(member)
 
     def on_gone(self, member: Member) -> None:
-        if member.role != "draft":
+        if member.role != "draft" or member.rank not in self._linked:
             return
+        succeeded = any(draft.rank == member.rank for draft in self.node.alive("draft"))
         with self.cond:
             awaited = self._restart_timeout > 0 and member.gone is not None and member.gone.kind != "left"
-            if awaited:
+            if awaited and not succeeded:
                 self._restarts[member.rank] = self._clock() + self._restart_timeout
             self.delivery.draft_gone(member.inc, awaited=awaited)
             self.cond.notify_all()
