@@ -151,7 +151,7 @@ class StreamItems:
         released = [take() for _ in range(self.released, keep_from)]
         self.released += len(released)
         forgettable = self.released - REMEMBERED_ITEMS - self._forgotten
-        if forgettable > REMEMBERED_ITEMS and forgettable > len(self._index_of) // 4:
+        if forgettable > REMEMBERED_ITEMS and forgettable > len(self._index_of) // 2:
             self._forget()
         return released
 

@@ -128,6 +128,7 @@ class DraftSide:
                 self.on_fatal(exc)
 
     def _grant(self) -> None:
+        self.store.collect_dropped()
         with self.cond:
             self.intake.grant()
             self._changed()

@@ -355,6 +355,7 @@ class Stream:
                 chunk_bytes=config.chunk_bytes,
                 arena=self._arena,
                 inbound=side,
+                on_dropped=side.memory_freed,
             )
         self._arena = Arena(config.max_bytes + config.slot_bytes(), self.device)
         window = self._place.num_drafts * config.samples_per_round

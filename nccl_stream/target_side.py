@@ -409,7 +409,7 @@ class TargetQueue:
             with side.cond:
                 side.cond.wait(poll_interval)
 
-    def close(self, error: BaseException | None = None) -> None:
+    def close(self, *, error: BaseException | None = None) -> None:
         """No more puts; what was put is still delivered. ``error`` reaches the draft ranks as a failure."""
         self._side.close_queue(error)
 

@@ -30,9 +30,9 @@ from nccl_stream.chunk_policy import ChunkPolicy, FixedChunkPolicy, LeftContextC
 from nccl_stream.stream_buffer import StreamBuffer
 
 # Items per second that handles must reach with the first policy, and how much dearer an item of the longest stream may
-# be than one of the shortest.
+# be than one of the shortest: a table of a million ids no longer fits the caches, which is all that may show.
 REQUIRED_RATE = 0.3e6
-ALLOWED_GROWTH = 1.5
+ALLOWED_GROWTH = 2.0
 POLICIES: dict[str, ChunkPolicy] = {
     "fixed(32)": FixedChunkPolicy(32),
     "fixed(1)": FixedChunkPolicy(1),

@@ -8,6 +8,8 @@ the bytes in between is not its business: the two ends of the stream call :meth:
 from __future__ import annotations
 
 import time
+import weakref
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -87,6 +89,8 @@ class NcclFeatureStore(FeatureStore):
         chunk_bytes: largest transfer operation; part of the layout.
         soft_cap_bytes: residency above which a put is refused unless ``starving()`` says that a draft has nothing.
         starving: see above.
+        on_dropped: called when a draft's handle was garbage-collected unreleased; may run inside a finalizer, so it must
+            neither lock nor block. :meth:`collect_dropped` then ends its hold.
     """
 
     def __init__(
@@ -101,6 +105,7 @@ class NcclFeatureStore(FeatureStore):
         inbound: Inbound | None = None,
         soft_cap_bytes: int = 0,
         starving: Callable[[], bool] = lambda: False,
+        on_dropped: Callable[[], None] = lambda: None,
     ) -> None:
         self._uri = uri
         self._device = device
@@ -111,7 +116,9 @@ class NcclFeatureStore(FeatureStore):
         self._inbound = inbound
         self._soft_cap = soft_cap_bytes
         self._starving = starving
-        self._open_handles: dict[int, Slot] = {}
+        self._open_handles: dict[int, tuple[Slot, weakref.finalize[..., StoreHandle]]] = {}
+        self._dropped: deque[int] = deque()
+        self._on_dropped = on_dropped
         self._closed = False
 
     @property
@@ -286,7 +293,9 @@ class NcclFeatureStore(FeatureStore):
         assert self._inbound is not None
         received = self._inbound.open_sample(ref)
         handle = StoreHandle(store=self, sample_id=ref.sample_id, ref=ref)
-        self._open_handles[handle.handle_id] = received.slot
+        finalizer = weakref.finalize(handle, self._handle_dropped, handle.handle_id)
+        finalizer.atexit = False
+        self._open_handles[handle.handle_id] = received.slot, finalizer
         try:
             if self._device.type == "cuda":
                 received.slot.wait_ready(torch.cuda.current_stream(self._device))
@@ -294,7 +303,7 @@ class NcclFeatureStore(FeatureStore):
             if wanted is not None and wanted != self._device:
                 tensors = {name: copy_tensor(tensor, wanted) for name, tensor in tensors.items()}
         except BaseException:
-            self._drop_handle(handle)
+            self._drop_handle(handle.handle_id)
             raise
         return tensors, handle
 
@@ -322,15 +331,31 @@ class NcclFeatureStore(FeatureStore):
         if self._residency is not None:
             self._residency.release(handle)
         else:
-            self._drop_handle(handle)
+            self._drop_handle(handle.handle_id)
 
-    def _drop_handle(self, handle: StoreHandle) -> None:
-        slot = self._open_handles.pop(handle.handle_id, None)
-        if slot is None:
-            return
+    def _handle_dropped(self, handle_id: int) -> None:
+        # Runs wherever the interpreter drops the last reference: only an append is safe here.
+        self._dropped.append(handle_id)
+        self._on_dropped()
+
+    def collect_dropped(self) -> int:
+        """End the holds of handles that were dropped without a release; returns how many there were."""
+        count = 0
+        while self._dropped:
+            count += self._drop_handle(self._dropped.popleft())
+        return count
+
+    def _drop_handle(self, handle_id: int) -> bool:
+        """End a hold; False when it had ended already."""
+        held = self._open_handles.pop(handle_id, None)
+        if held is None:
+            return False
+        slot, finalizer = held
+        finalizer.detach()
         if self._device.type == "cuda":
             slot.record_release(torch.cuda.current_stream(self._device))
         slot.drop()
+        return True
 
     def health(self) -> StoreHealth:
         """See :meth:`FeatureStore.health`. On a draft: the receive arena, which has no watermarks."""
@@ -348,9 +373,9 @@ class NcclFeatureStore(FeatureStore):
         return StoreHealth(used, self._arena.capacity_bytes, len(self._arena.holders()), False, True)
 
     def gc(self) -> int:
-        """See :meth:`FeatureStore.gc`: handles dropped without a release, on a target rank."""
+        """See :meth:`FeatureStore.gc`: ends the holds of handles that were dropped without a release."""
         self._check_open("gc")
-        return 0 if self._residency is None else self._residency.sweep()
+        return self.collect_dropped() if self._residency is None else self._residency.sweep()
 
     def close(self) -> None:
         """Drop everything. Called by the stream; idempotent. Tensors that are still held keep their memory."""
