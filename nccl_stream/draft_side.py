@@ -402,7 +402,7 @@ class DraftSide:
             self.rounds.update(
                 handed=self.handed,
                 pending=self.table.pending_count,
-                drained=self._all_targets_known() and self.intake.drained(),
+                drained=self._all_targets_known() and self.intake.drained() and not self.obituaries.any_unread,
                 stop=bool(self._stop_reason),
                 error=self._peer_error(),
             )
@@ -567,7 +567,8 @@ class DraftSide:
         if self.config.end == "ragged":
             if self._stop_reason or self._peer_error():
                 return self.table.pending_count == 0 or bool(self._stop_reason)
-            return self._all_targets_known() and self.intake.all_settled() and self.table.pending_count == 0
+            settled = self._all_targets_known() and self.intake.all_settled() and not self.obituaries.any_unread
+            return settled and self.table.pending_count == 0
         if self.rounds is None or self.rounds.end is None:
             return False
         released = self.rounds.samples_released()
