@@ -1,4 +1,4 @@
-"""A network without threads: what processes report and receive happens one event at a time, in an order drawn at random.
+"""A network without threads: what processes report and receive happens one event at a time, in a random order.
 
 A simulation offers its possible events; :func:`run` picks one after the other until none is left. What has not been
 reached then never would be: a deadlock shows as a simulation that stands still too early.
