@@ -274,10 +274,10 @@ class DraftIntake:
         for inc, owner in self._owners.items():
             if owner.gone or (self._is_idle(owner) and not any(d.void for d in owner.transfers.values())):
                 continue
-            fresh = next((d.order for d in owner.queue if d.order >= self._yield_floor), None)
-            order = self._next_in_class(owner.rank, owner.frontier) if fresh is None else fresh
-            missing = (order for order in owner.missing if order >= self._yield_floor)
-            orders = [*missing, *([] if order is None else [order])]
+            orders = [d.order for d in owner.queue if d.order >= self._yield_floor]
+            if not orders and (order := self._next_in_class(owner.rank, owner.frontier)) is not None:
+                orders.append(order)
+            orders += (order for order in owner.missing if order >= self._yield_floor)
             if orders:
                 expected[inc] = min(orders)
         return expected
