@@ -33,6 +33,7 @@ from nccl_stream.coordination.obituaries import Obituaries
 from nccl_stream.coordination.rounds import EndDecision, Rounds
 from nccl_stream.errors import (
     CapacityError,
+    ConfigError,
     LinkError,
     NcclStreamError,
     PeerLostError,
@@ -41,6 +42,7 @@ from nccl_stream.errors import (
     SampleNotFoundError,
     SamplesLostError,
     SlotsHeldError,
+    VersionMismatchError,
     WireFormatError,
 )
 from nccl_stream.leases import FailOutcome, Lease, LeaseTable, VisibilityTimeout
@@ -230,8 +232,10 @@ class DraftSide:
         self.intake.transfer_over(delivery, ok=ok)
         self._changed()
 
-    def link_given_up(self, member: Member, reason: str) -> None:
-        logger.error("%s: no link from %s can be built: %s", self.node.inc, member.label, reason)
+    def link_given_up(self, member: Member, error: Exception) -> None:
+        logger.error("%s: no link from %s can be built: %s", self.node.inc, member.label, error)
+        if isinstance(error, VersionMismatchError | ConfigError):
+            self.on_fatal(error)
 
     # -- NodeHandler ---------------------------------------------------------------------------------------------------
 

@@ -28,7 +28,15 @@ from nccl_stream.coordination.messages import (
 )
 from nccl_stream.coordination.node import Node
 from nccl_stream.coordination.rounds import EndDecision
-from nccl_stream.errors import ClosedError, MisuseError, NcclStreamError, PeerLostError, WireFormatError
+from nccl_stream.errors import (
+    ClosedError,
+    ConfigError,
+    MisuseError,
+    NcclStreamError,
+    PeerLostError,
+    VersionMismatchError,
+    WireFormatError,
+)
 from nccl_stream.leases import Lease
 from nccl_stream.links import Links
 from nccl_stream.refs import SampleRef
@@ -231,8 +239,11 @@ class TargetSide:
             self.delivery.link_down(inc, gen)
             self.cond.notify_all()
 
-    def link_given_up(self, member: Member, reason: str) -> None:
-        self.on_fatal(PeerLostError(f"no link to {member.label} can be built any more: {reason}"))
+    def link_given_up(self, member: Member, error: Exception) -> None:
+        if isinstance(error, VersionMismatchError | ConfigError):
+            self.on_fatal(error)
+        else:
+            self.on_fatal(PeerLostError(f"no link to {member.label} can be built any more: {error}"))
 
     # -- NodeHandler ---------------------------------------------------------------------------------------------------
 
