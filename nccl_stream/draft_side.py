@@ -42,6 +42,7 @@ from nccl_stream.errors import (
     SampleNotFoundError,
     SamplesLostError,
     SlotsHeldError,
+    SpecMismatchError,
     VersionMismatchError,
     WireFormatError,
 )
@@ -486,10 +487,14 @@ class DraftSide:
         """Inbound: hold the slot of a delivered sample."""
         with self.cond:
             delivery = self.intake.held.get((ref.store_uri, ref.sample_id))
-            if delivery is None or delivery.ref != ref:
+            if delivery is None:
                 raise SampleNotFoundError(
                     f"sample {ref.sample_id!r} of {ref.store_uri!r} is not here: it was acked, handed back, or never "
                     "leased on this rank"
+                )
+            if delivery.ref.feature_specs != ref.feature_specs:
+                raise SpecMismatchError(
+                    f"sample {ref.sample_id!r}: the ref's specs are not those of what was delivered"
                 )
             delivery.touched = True
             delivery.slot.hold()

@@ -49,7 +49,7 @@ __all__ = ["TargetQueue", "TargetSide"]
 
 logger = logging.getLogger(__name__)
 
-# Ids of settled samples that may not be used again: a delivery of the earlier one may still be on its way.
+# Ids of settled samples that are remembered, to say so when one is put again.
 REMEMBERED_IDS = 65536
 
 
@@ -138,9 +138,7 @@ class TargetSide:
             if ref.sample_id in self._pinned:
                 raise MisuseError(f"sample {ref.sample_id!r} is already present in the queue")
             if ref.sample_id in self._recent:
-                raise MisuseError(
-                    f"sample id {ref.sample_id!r} was used before on this rank; ids must be unique within a run"
-                )
+                logger.warning("sample id %s had its outcome before and is put again", ref.sample_id)
             owned, handle = self.store.pin(ref)
             if self._num_offered == 0 and self.config.end == "pad":
                 template = ref.to_wire()
