@@ -448,19 +448,15 @@ class DraftSide:
     # -- the owners' estates -------------------------------------------------------------------------------------------
 
     def _tell_estates(self) -> None:
-        alive = self.node.alive("draft")
-        if not alive:
-            return
-        for owner in self.obituaries.untold(alive[0].inc):
+        for owner in self.obituaries.untold():
             if self.intake.in_transfer(owner):
                 continue
-            held, acked = self.intake.estate(owner)
-            self.obituaries.told(owner, alive[0].inc)
-            estate = Estate(owner, list(held), list(acked))
-            if alive[0].inc == self.node.inc:
-                self.obituaries.heard(self.node.inc, estate)
-            else:
-                self.node.send(alive[0].inc, estate)
+            estate = self.obituaries.estate(owner, *self.intake.estate(owner))
+            self.obituaries.told(owner)
+            self.obituaries.heard(self.node.inc, estate)
+            for draft in self.node.alive("draft"):
+                if draft.inc != self.node.inc:
+                    self.node.send(draft.inc, estate)
 
     def _write_obituary(self, documents: ControlStore, owner: str) -> None:
         with self.cond:
