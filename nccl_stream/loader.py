@@ -263,7 +263,11 @@ class FeatureDataLoader:
             return _batch_of(schema_of(ref.algorithm).padding(ref, device)), None
         validate_eagle3_ref(ref)
         tensors, handle = self._store.get(ref)
-        return _batch_of(tensors), handle
+        try:
+            return _batch_of(tensors), handle
+        except SchemaError:
+            self._store.release(handle)  # The ref is dropped for good: nobody else will need the sample.
+            raise
 
     def _drop_for_good(self, lease: Lease) -> None:
         _compat.ack(self._queue, lease)
