@@ -89,6 +89,7 @@ DOCUMENTED: dict[str, dict[str, object]] = {
         **optional("abort_when"),
     },
     "queue.SampleRefQueue.reclaim_expired": {},
+    "queue.SampleRefQueue.close": {},
     "queue.SampleRefQueue.pending_count": {},
     "queue.SampleRefQueue.outstanding_count": {},
     "loader.FeatureDataLoader": {**required("queue", "store"), **optional("algorithm"), "acquire_poll_interval": 0.05},
