@@ -33,6 +33,7 @@ from nccl_stream.coordination.obituaries import Obituaries
 from nccl_stream.coordination.rounds import EndDecision, Rounds
 from nccl_stream.errors import (
     CapacityError,
+    ConfigError,
     LinkError,
     NcclStreamError,
     PeerLostError,
@@ -41,6 +42,8 @@ from nccl_stream.errors import (
     SampleNotFoundError,
     SamplesLostError,
     SlotsHeldError,
+    SpecMismatchError,
+    VersionMismatchError,
     WireFormatError,
 )
 from nccl_stream.leases import FailOutcome, Lease, LeaseTable, VisibilityTimeout
@@ -230,8 +233,10 @@ class DraftSide:
         self.intake.transfer_over(delivery, ok=ok)
         self._changed()
 
-    def link_given_up(self, member: Member, reason: str) -> None:
-        logger.error("%s: no link from %s can be built: %s", self.node.inc, member.label, reason)
+    def link_given_up(self, member: Member, error: Exception) -> None:
+        logger.error("%s: no link from %s can be built: %s", self.node.inc, member.label, error)
+        if isinstance(error, VersionMismatchError | ConfigError):
+            self.on_fatal(error)
 
     # -- NodeHandler ---------------------------------------------------------------------------------------------------
 
@@ -402,7 +407,7 @@ class DraftSide:
             self.rounds.update(
                 handed=self.handed,
                 pending=self.table.pending_count,
-                drained=self._all_targets_known() and self.intake.drained(),
+                drained=self._all_targets_known() and self.intake.drained() and not self.obituaries.any_unread,
                 stop=bool(self._stop_reason),
                 error=self._peer_error(),
             )
@@ -482,10 +487,14 @@ class DraftSide:
         """Inbound: hold the slot of a delivered sample."""
         with self.cond:
             delivery = self.intake.held.get((ref.store_uri, ref.sample_id))
-            if delivery is None or delivery.ref != ref:
+            if delivery is None:
                 raise SampleNotFoundError(
                     f"sample {ref.sample_id!r} of {ref.store_uri!r} is not here: it was acked, handed back, or never "
                     "leased on this rank"
+                )
+            if delivery.ref.feature_specs != ref.feature_specs:
+                raise SpecMismatchError(
+                    f"sample {ref.sample_id!r}: the ref's specs are not those of what was delivered"
                 )
             delivery.touched = True
             delivery.slot.hold()
@@ -567,7 +576,8 @@ class DraftSide:
         if self.config.end == "ragged":
             if self._stop_reason or self._peer_error():
                 return self.table.pending_count == 0 or bool(self._stop_reason)
-            return self._all_targets_known() and self.intake.all_settled() and self.table.pending_count == 0
+            settled = self._all_targets_known() and self.intake.all_settled() and not self.obituaries.any_unread
+            return settled and self.table.pending_count == 0
         if self.rounds is None or self.rounds.end is None:
             return False
         released = self.rounds.samples_released()

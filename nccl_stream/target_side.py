@@ -28,7 +28,15 @@ from nccl_stream.coordination.messages import (
 )
 from nccl_stream.coordination.node import Node
 from nccl_stream.coordination.rounds import EndDecision
-from nccl_stream.errors import ClosedError, MisuseError, NcclStreamError, PeerLostError, WireFormatError
+from nccl_stream.errors import (
+    ClosedError,
+    ConfigError,
+    MisuseError,
+    NcclStreamError,
+    PeerLostError,
+    VersionMismatchError,
+    WireFormatError,
+)
 from nccl_stream.leases import Lease
 from nccl_stream.links import Links
 from nccl_stream.refs import SampleRef
@@ -41,7 +49,7 @@ __all__ = ["TargetQueue", "TargetSide"]
 
 logger = logging.getLogger(__name__)
 
-# Ids of settled samples that may not be used again: a delivery of the earlier one may still be on its way.
+# Ids of settled samples that are remembered, to say so when one is put again.
 REMEMBERED_IDS = 65536
 
 
@@ -130,9 +138,7 @@ class TargetSide:
             if ref.sample_id in self._pinned:
                 raise MisuseError(f"sample {ref.sample_id!r} is already present in the queue")
             if ref.sample_id in self._recent:
-                raise MisuseError(
-                    f"sample id {ref.sample_id!r} was used before on this rank; ids must be unique within a run"
-                )
+                logger.warning("sample id %s had its outcome before and is put again", ref.sample_id)
             owned, handle = self.store.pin(ref)
             if self._num_offered == 0 and self.config.end == "pad":
                 template = ref.to_wire()
@@ -231,8 +237,11 @@ class TargetSide:
             self.delivery.link_down(inc, gen)
             self.cond.notify_all()
 
-    def link_given_up(self, member: Member, reason: str) -> None:
-        self.on_fatal(PeerLostError(f"no link to {member.label} can be built any more: {reason}"))
+    def link_given_up(self, member: Member, error: Exception) -> None:
+        if isinstance(error, VersionMismatchError | ConfigError):
+            self.on_fatal(error)
+        else:
+            self.on_fatal(PeerLostError(f"no link to {member.label} can be built any more: {error}"))
 
     # -- NodeHandler ---------------------------------------------------------------------------------------------------
 

@@ -139,7 +139,7 @@ class Run:
     def __init__(self, folder, *, targets, drafts, config=None, run_id="run", port=None, **spec):
         self.folder = Path(folder)
         self.config = {**FAST, **(config or {})}
-        self.base = {"targets": targets, "drafts": drafts, "run_id": run_id, "gates": str(folder), **spec}
+        self.base = {"width": 64, "targets": targets, "drafts": drafts, "run_id": run_id, "gates": str(folder), **spec}
         self.workers = {}
         self.store = None
         self.port = port

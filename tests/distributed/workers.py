@@ -27,7 +27,7 @@ def keep_store(spec, journal):
         time.sleep(1.0)
 
 
-def sample(number, width=64):
+def sample(number, width):
     """A sample whose every feature is filled with its number; equal shapes for all numbers of the same residue."""
     seq = 8 + number % 3
     return {
@@ -44,9 +44,9 @@ def number_of(index, rank, targets):
     return index * targets + rank
 
 
-def check(tensors, number):
+def check(tensors, number, width):
     """Whether the sample holds its own values and nobody else's."""
-    expected = sample(number)
+    expected = sample(number, width)
     return tensors.keys() == expected.keys() and all(torch.equal(tensors[name], expected[name]) for name in expected)
 
 
@@ -87,7 +87,7 @@ def target(spec, journal):
             if index == spec.get("gate_at", (None, ""))[0]:
                 wait_gate(spec, spec["gate_at"][1])
             number = number_of(index, spec["rank"], spec["targets"])
-            ref = stream.store.put(f"s{number}", sample(number), stream.run_id)
+            ref = stream.store.put(f"s{number}", sample(number, spec["width"]), stream.run_id)
             try:
                 stream.queue.put_blocks_until_below(ref)
             except ClosedError as exc:
@@ -106,7 +106,7 @@ def draft(spec, journal):
     """Consume until the end, ``pace`` seconds per sample.
 
     ``max_steps``: leave after so many samples; ``hold``: keep so many tensors alive and look at them again before
-    dropping them; ``stall_at``: (count, gate) wait with a lease in hand; ``linger``: gate to wait for before leaving.
+    dropping them; ``raise_at``: fail with that sample in hand; ``stall_at``: (count, gate) wait with a lease in hand; ``linger``: gate to wait for before leaving.
     """
     with join(spec, "draft", journal) as stream:
         stream.on_lost(lambda ids: journal.say("lost", ids=list(ids)))
@@ -135,9 +135,11 @@ def consume(spec, journal, stream):
             continue
         tensors, handle = stream.store.get(lease.ref)
         number = int(lease.ref.sample_id.removeprefix("s"))
-        if not check(tensors, number):
+        if not check(tensors, number, spec["width"]):
             raise AssertionError(f"sample {number} holds foreign values")
         journal.say("got", number=number)
+        if taken == spec.get("raise_at"):
+            raise ZeroDivisionError("the trainer's own code is wrong")
         if taken == spec.get("stall_at", (None, ""))[0]:
             wait_gate(spec, spec["stall_at"][1])
         time.sleep(spec.get("pace", 0.0))
@@ -149,6 +151,6 @@ def consume(spec, journal, stream):
         taken += 1
         while len(held) > spec.get("hold", 0):
             old, value = held.popleft()
-            if not check(old, value):
+            if not check(old, value, spec["width"]):
                 raise AssertionError(f"sample {value} changed while it was held")
             del old
