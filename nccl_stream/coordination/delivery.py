@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -90,7 +90,7 @@ class OwnerPort(Protocol):
 class _Draft:
     inc: str
     rank: int
-    gen: int = 0
+    gen: int = 0  # newest generation that came up or broke
     linked: bool = False
     ended: bool = False
     next_seq: int = 0
@@ -100,6 +100,7 @@ class _Draft:
     waiting: int = 0
     coming: int = 0
     held: set[str] = field(default_factory=set)
+    given: int = 0  # samples it has or had, less those that came back
     seen: int = 0
     told: tuple[bool, str, bool, bool, int] | None = None
 
@@ -113,20 +114,35 @@ class OwnerDelivery:
         port: carries out what is decided.
         num_drafts: draft ranks of the run.
         static: assign sample k to draft rank ``k mod num_drafts`` instead of to the least loaded one.
+        ranks: draft ranks this owner delivers to; None: all.
+        abreast: for drafts that take steps together: by how many samples one may be ahead of the one that has been
+            given least. Samples given to one alone would be left over at the end. None: no bound.
         window: how many samples may be announced to one draft and not yet answered.
         max_failures: consumer failures a sample survives; one more makes it a dead letter.
     """
 
-    def __init__(self, port: OwnerPort, *, num_drafts: int, static: bool, window: int, max_failures: int) -> None:
+    def __init__(
+        self,
+        port: OwnerPort,
+        *,
+        num_drafts: int,
+        static: bool,
+        window: int,
+        max_failures: int,
+        ranks: Iterable[int] | None = None,
+        abreast: int | None = None,
+    ) -> None:
         self._port = port
         self._num_drafts = num_drafts
         self._static = static
         self._window = window
+        self._abreast = abreast
         self._max_failures = max_failures
         self._samples: dict[str, OwnedSample] = {}
         self._drafts: dict[str, _Draft] = {}
         self._queues: dict[int, deque[str]] = {}
-        self._awaited: set[int] = set(range(num_drafts))
+        # Ranks that somebody takes samples for now, or is expected to.
+        self._awaited: set[int] = set(range(num_drafts) if ranks is None else ranks)
         self._closed = False
         self._error = ""
         self._ended = False
@@ -171,25 +187,32 @@ class OwnerDelivery:
         if draft is None:
             return
         if not awaited:
-            self._awaited.discard(draft.rank)
+            self._give_up(draft.rank)
         self._take_back(sorted(draft.held, key=lambda sid: self._samples[sid].order))
         self.assign()
 
     def stop_awaiting(self, rank: int) -> None:
         """The dead draft of this rank has not come back in time."""
-        self._awaited.discard(rank)
+        self._give_up(rank)
         self.assign()
+
+    def _give_up(self, rank: int) -> None:
+        if not any(draft.rank == rank and not draft.ended for draft in self._drafts.values()):
+            self._awaited.discard(rank)
 
     def draft_ended(self, inc: str) -> None:
         """The draft takes nothing more (its agreed end has come)."""
-        if inc in self._drafts:
-            self._drafts[inc].ended = True
+        draft = self._drafts.get(inc)
+        if draft is not None:
+            draft.ended = True
+            self._give_up(draft.rank)
             self.assign()
 
     def link_up(self, inc: str, gen: int) -> None:
         draft = self._drafts.get(inc)
-        if draft is None or (draft.gen >= gen and draft.linked):
-            return
+        if draft is None or gen <= draft.gen:
+            return  # it broke before we were told that it had come up
+        self._unlink(draft)
         draft.gen, draft.linked = gen, True
         draft.next_seq = draft.send_seq = draft.waiting = 0
         draft.answers.clear()
@@ -199,13 +222,19 @@ class OwnerDelivery:
     def link_down(self, inc: str, gen: int) -> None:
         """Everything announced or in flight on that link will be delivered anew; what was delivered stays delivered."""
         draft = self._drafts.get(inc)
-        if draft is None or draft.gen != gen or not draft.linked:
+        if draft is None or gen < draft.gen:
+            return
+        draft.gen = gen
+        self._unlink(draft)
+        self.assign()
+
+    def _unlink(self, draft: _Draft) -> None:
+        if not draft.linked:
             return
         draft.linked = False
         back = [sid for sid in draft.held if self._samples[sid].phase in (Phase.ASSIGNED, Phase.IN_FLIGHT)]
         self._take_back(sorted(back, key=lambda sid: self._samples[sid].order))
         draft.waiting = 0
-        self.assign()
 
     @property
     def anybody_left(self) -> bool:
@@ -339,6 +368,8 @@ class OwnerDelivery:
         """Make samples RESIDENT again under their next delivery number, ahead of those not yet assigned."""
         for sample_id in reversed(sample_ids):
             sample = self._samples[sample_id]
+            if sample.draft in self._drafts:
+                self._drafts[sample.draft].given -= 1
             self._detach(sample)
             sample.phase = Phase.RESIDENT
             sample.delivery += 1
@@ -410,6 +441,11 @@ class OwnerDelivery:
             for draft in self._drafts.values()
             if draft.linked and not draft.ended and draft.waiting < self._window and slot in (-1, draft.rank)
         ]
+        if self._abreast is not None and slot == -1:
+            takers = [draft for draft in self._drafts.values() if not draft.ended]
+            all_here = self._awaited <= {draft.rank for draft in takers}
+            least = min((draft.given for draft in takers), default=0) if all_here else 0
+            able = [draft for draft in able if draft.given < least + self._abreast]
         return min(able, key=lambda draft: (len(draft.held), draft.rank), default=None)
 
     def _announce(self, draft: _Draft, sample: OwnedSample) -> None:
@@ -419,6 +455,7 @@ class OwnerDelivery:
         draft.coming += 1
         draft.by_seq[seq] = sample.sample_id
         draft.held.add(sample.sample_id)
+        draft.given += 1
         sample.draft, sample.seq, sample.phase = draft.inc, seq, Phase.ASSIGNED
         self._port.tell(
             draft.inc,
