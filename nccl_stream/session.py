@@ -112,7 +112,9 @@ def connect(
     deadline = time.monotonic() + config.connect_timeout
     place = _find_place(store, role, rank, num_targets, num_drafts, target_ranks)
     config.check_run(num_targets=place.num_targets, num_drafts=place.num_drafts)
-    client = _bounded(lambda: _reach_store(store, config.connect_timeout), config.connect_timeout, "reaching the store")
+    client = _bounded(
+        lambda: _reach_store(store, config.connect_timeout), config.connect_timeout + 5.0, "reaching the store"
+    )
     stream = Stream(client, place, run_id, config)
     try:
         _bounded(lambda: stream._join(deadline), config.connect_timeout + 5.0, "joining the run")
