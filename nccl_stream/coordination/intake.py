@@ -96,10 +96,12 @@ class _Owner:
     inc: str
     rank: int
     gen: int = 0
+    broken: int = 0  # newest generation that broke
     up: bool = False
     queue: deque[Delivery] = field(default_factory=deque)
     transfers: dict[tuple[int, int], Delivery] = field(default_factory=dict)
     acked: OrderedDict[int, str] = field(default_factory=OrderedDict)
+    missing: set[int] = field(default_factory=set)
     frontier: int = 0
     returns: int = 0
     state: OwnerState = field(default_factory=lambda: OwnerState(False, "", False, False, 0))
@@ -149,19 +151,20 @@ class DraftIntake:
 
     def link_opening(self, inc: str, gen: int) -> None:
         """The owner minted generation ``gen``; announcements of it may come from now on."""
-        owner = self._owners[inc]
-        if gen > owner.gen:
+        owner = self._owners.get(inc)
+        if owner is not None and gen > owner.gen:
             self._reset_link(owner)
             owner.gen = gen
 
     def link_up(self, inc: str, gen: int) -> None:
         owner = self._owners[inc]
-        if owner.gen == gen and not owner.gone:
+        if gen == owner.gen > owner.broken and not owner.gone:
             owner.up = True
             self.grant()
 
     def link_down(self, inc: str, gen: int) -> None:
         owner = self._owners[inc]
+        owner.broken = max(owner.broken, gen)
         if owner.gen == gen:
             self._reset_link(owner)
             self.grant()
@@ -171,8 +174,12 @@ class DraftIntake:
         orders = [delivery.order for delivery in owner.queue]
         owner.queue.clear()
         for delivery in owner.transfers.values():
+            if delivery.void:
+                continue
             delivery.void = True
             orders.append(delivery.order)
+            # The owner may believe that it arrived: it can announce later ones before it learns better.
+            owner.missing.add(delivery.order)
         owner.frontier = min([owner.frontier, *(order for order in orders if order >= self._yield_floor)])
 
     # -- announcements -----------------------------------------------------------------------------------------------
@@ -180,9 +187,10 @@ class DraftIntake:
     def announced(self, inc: str, message: Announce) -> None:
         """Take an announcement; answers at once when it is refused or already here, else when memory is granted."""
         owner = self._owners.get(inc)
-        if owner is None or owner.gone or message.gen != owner.gen:
-            self.statistics.stale += 1
+        if owner is None or owner.gone or message.gen != owner.gen or message.gen <= owner.broken:
+            self.statistics.stale += 1  # what was announced on a broken link comes again on the next
             return
+        owner.missing.discard(message.order)
         try:
             ref = SampleRef.from_wire(message.ref)
             nbytes = self._port.check(inc, ref)
@@ -264,16 +272,14 @@ class DraftIntake:
         """Per owner, the smallest order it can still bring for the first time; owners that bring none are left out."""
         expected: dict[str, int] = {}
         for inc, owner in self._owners.items():
-            if owner.queue:
-                fresh = [d.order for d in owner.queue if d.order >= self._yield_floor]
-                if fresh:
-                    expected[inc] = fresh[0]
-                    continue
-            if owner.gone or (owner.state.closed and owner.state.idle):
+            if owner.gone or (self._is_idle(owner) and not any(d.void for d in owner.transfers.values())):
                 continue
-            order = self._next_in_class(owner.rank, owner.frontier)
-            if order is not None:
-                expected[inc] = order
+            orders = [d.order for d in owner.queue if d.order >= self._yield_floor]
+            if not orders and (order := self._next_in_class(owner.rank, owner.frontier)) is not None:
+                orders.append(order)
+            orders += (order for order in owner.missing if order >= self._yield_floor)
+            if orders:
+                expected[inc] = min(orders)
         return expected
 
     def _next_in_class(self, target_rank: int, floor: int) -> int | None:

@@ -196,6 +196,16 @@ class Node:
             while self._state == "leaving" and self._fatal is None and self._clock() < deadline + timeout:
                 self._cond.wait(0.05)
 
+    def wait_alone(self, timeout: float) -> None:
+        """After :meth:`leave`: block until all others are gone too; for the process that hosts the store."""
+        if self._fatal is not None or self._state != "left":
+            return
+        membership = self._membership
+        membership.use(self._root.clone(self.shape.root))
+        deadline = self._clock() + timeout
+        while self._clock() < deadline and any(m.gone is None for m in membership.read_roster().values()):
+            self._stop.wait(0.05)
+
     def close(self, timeout: float = 5.0) -> list[str]:
         """Stop the threads; returns the names of those that could not be joined (a frozen store). Idempotent."""
         self._stop.set()
