@@ -16,18 +16,22 @@ SMOOTHING = 0.9  # of the loss on the live line
 
 @dataclass
 class Progress:
-    """Measurements of one training run, as draft rank 0 sees it. Seconds count from ``begin``."""
+    """Measurements of one training run, as draft rank 0 sees it.
+
+    Times are seconds of training: the clock starts with ``begin`` and stands still during evaluations.
+    """
 
     total_steps: int
     num_drafts: int
+    num_targets: int = 0
     seconds: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     acceptances: list[tuple[float, float]] = field(default_factory=list)  # (seconds, tokens per target forward)
+    wait_shares: list[tuple[float, float]] = field(default_factory=list)
+    idle_shares: list[tuple[float, float]] = field(default_factory=list)
     evaluated_s: float = 0.0
     waited_s: float = 0.0
     bytes: int = 0
-    idle_shares: list[tuple[float, float]] = field(default_factory=list)  # (seconds, mean over targets)
-    wait_shares: list[tuple[float, float]] = field(default_factory=list)
     _begin: float = field(default_factory=time.monotonic)
     _shown: float = float("-inf")
     _smooth: float | None = None
@@ -37,44 +41,43 @@ class Progress:
         self._begin = time.monotonic()
 
     def now(self) -> float:
-        """Seconds since ``begin``."""
-        return time.monotonic() - self._begin
+        """Seconds of training so far."""
+        return max(time.monotonic() - self._begin - self.evaluated_s, 1e-9)
 
-    def step(self, loss: float, waited_s: float, num_bytes: int, idle_share: float | None) -> None:
-        """Record one optimizer step of this rank; ``num_bytes`` were streamed to it."""
-        self.seconds.append(self.now())
+    def step(self, loss: float, waited_s: float) -> None:
+        """Record one optimizer step of this rank, which waited ``waited_s`` for its batch."""
         self.losses.append(loss)
-        self._smooth = loss if self._smooth is None else SMOOTHING * self._smooth + (1 - SMOOTHING) * loss
+        self.seconds.append(self.now())
         self.waited_s += waited_s
-        self.bytes += num_bytes
         self.wait_shares.append((self.seconds[-1], self.wait_share))
-        if idle_share is not None:
-            self.idle_shares.append((self.seconds[-1], idle_share))
+        self._smooth = loss if self._smooth is None else SMOOTHING * self._smooth + (1 - SMOOTHING) * loss
+
+    def observe(self, statistics: Mapping[str, Any]) -> None:
+        """Take over what the stream counted on all ranks; a producer that is held back is an idle target."""
+        self.bytes = int(statistics["bytes"])
+        # Targets pause while drafts evaluate, too: only the time of the whole run compares with it.
+        run_s = (self.now() + self.evaluated_s) * max(self.num_targets, 1)
+        self.idle_shares.append((self.now(), min(1.0, float(statistics["paused_s"]) / run_s)))
 
     def accept(self, mean_length: float, seconds: float) -> None:
         """Record an evaluation that took ``seconds``."""
-        self.acceptances.append((self.now(), mean_length))
         self.evaluated_s += seconds
-
-    @property
-    def training_s(self) -> float:
-        """Time so far without the evaluations."""
-        return max(self.now() - self.evaluated_s, 1e-9)
+        self.acceptances.append((self.now(), mean_length))
 
     @property
     def wait_share(self) -> float:
         """The share of the training time in which this rank waited for a batch."""
-        return min(1.0, self.waited_s / self.training_s)
+        return min(1.0, self.waited_s / self.now())
 
     @property
     def samples_per_s(self) -> float:
         """Samples all draft ranks took per second; data-parallel ranks take equally many."""
-        return len(self.losses) * self.num_drafts / self.training_s
+        return len(self.losses) * self.num_drafts / self.now()
 
     @property
     def gigabytes_per_s(self) -> float:
-        """Streamed to all draft ranks."""
-        return self.bytes * self.num_drafts / self.training_s / 1e9
+        """Streamed from all targets to all drafts."""
+        return self.bytes / self.now() / 1e9
 
     def line(self) -> str:
         """The live line."""
@@ -86,23 +89,23 @@ class Progress:
             f"target idle {idle}"
         )
 
-    def show(self, *, force: bool = False) -> None:
-        """Print the live line: in place on a terminal, every few seconds elsewhere."""
+    def due(self) -> bool:
+        """Whether the live line is due: about once a second on a terminal, every few seconds elsewhere."""
+        return time.monotonic() - self._shown > (1.0 if sys.stdout.isatty() else 5.0)
+
+    def show(self, *, keep: bool = False) -> None:
+        """Print the live line; on a terminal the next one overwrites it unless ``keep``."""
+        self._shown = time.monotonic()
         terminal = sys.stdout.isatty()
-        if not force and self.now() - self._shown < (0.2 if terminal else 5.0):
-            return
-        self._shown = self.now()
-        end = "" if terminal and not force else "\n"
-        print(("\r\x1b[K" if terminal else "") + self.line(), end=end, flush=True)
+        print(("\r\x1b[K" if terminal else "") + self.line(), end="" if terminal and not keep else "\n", flush=True)
 
 
-def books(statistics: Sequence[Mapping[str, Any]]) -> str:
-    """The run's books from the targets' statistics, and whether they balance."""
-    totals = {name: sum(int(one.get(name, 0)) for one in statistics) for name in BOOKS}
-    outcomes = sum(totals[name] for name in BOOKS[1:])
-    verdict = "balanced" if outcomes == totals["put"] else f"NOT BALANCED: the outcomes sum to {outcomes}"
-    right = " + ".join(f"{name} {totals[name]}" for name in BOOKS[1:])
-    return f"put {totals['put']} = {right}  ({verdict})"
+def books(statistics: Mapping[str, Any]) -> str:
+    """The run's books, and whether they balance."""
+    outcomes = sum(int(statistics[name]) for name in BOOKS[1:])
+    verdict = "balanced" if outcomes == int(statistics["put"]) else f"NOT BALANCED: the outcomes sum to {outcomes}"
+    right = " + ".join(f"{name} {statistics[name]}" for name in BOOKS[1:])
+    return f"put {statistics['put']} = {right}  ({verdict})"
 
 
 def bottleneck(wait_share: float, idle_share: float | None) -> str:
@@ -122,13 +125,12 @@ def bottleneck(wait_share: float, idle_share: float | None) -> str:
     return f"neither side (draft ranks waited {wait_share:.0%}, targets idled {idle_share:.0%}): well balanced"
 
 
-def summary(progress: Progress, statistics: Sequence[Mapping[str, Any]] | None) -> str:
-    """The closing words; ``statistics`` are the targets', or ``None`` for a colocated run."""
+def summary(progress: Progress, statistics: Mapping[str, Any] | None) -> str:
+    """The closing words; ``statistics`` are the run's, or ``None`` for a colocated one."""
     idle = progress.idle_shares[-1][1] if progress.idle_shares else None
-    lines = [
-        "",
-        f"Trained {len(progress.losses)} steps on {progress.num_drafts} draft ranks in {progress.now():.0f} s.",
-    ]
+    steps, train_s, evaluate_s = len(progress.losses), progress.now(), progress.evaluated_s
+    where = f"{progress.num_drafts} draft rank(s)"
+    lines = ["", f"{steps} steps on {where}: {train_s:.0f} s of training, {evaluate_s:.0f} s of evaluation"]
     if progress.losses:
         window = max(1, len(progress.losses) // 20)
         first, last = (sum(part) / window for part in (progress.losses[:window], progress.losses[-window:]))
@@ -137,7 +139,7 @@ def summary(progress: Progress, statistics: Sequence[Mapping[str, Any]] | None) 
         before, after = progress.acceptances[0][1], progress.acceptances[-1][1]
         lines.append(f"  acceptance  {before:.2f} -> {after:.2f} tokens per target forward (1.00 is no speculation)")
     lines.append(f"  throughput  {progress.samples_per_s:.2f} samples/s, {progress.gigabytes_per_s:.3f} GB/s streamed")
-    if statistics:
+    if statistics is not None:
         lines.append(f"  books       {books(statistics)}")
     lines.append(f"  bottleneck  {bottleneck(progress.wait_share, idle)}")
     return "\n".join(lines)
@@ -165,7 +167,7 @@ def draw(progress: Progress, path: Path, title: str) -> None:
     bottom.plot([time for time, _ in rates], [rate for _, rate in rates], color="tab:orange", label="samples/s")
     bottom.set_ylim(bottom=0)
     bottom.set_ylabel("samples/s")
-    bottom.set_xlabel("seconds")
+    bottom.set_xlabel("seconds of training")
     shares = bottom.twinx()
     for label, series, style in (
         ("draft wait", progress.wait_shares, "--"),

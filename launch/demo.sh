@@ -1,20 +1,16 @@
 #!/usr/bin/env bash
-# Trains an EAGLE-3 draft head on one machine's CPUs: two ranks run the target, two train the draft.
-# Sets up .venv on the first run (or uses VENV); further arguments go to train_draft.py.
+# Trains an EAGLE-3 draft head on one machine's CPUs: two ranks run the target, two train the draft. Needs Python >= 3.10.
+# Makes .venv on the first run (or uses VENV); arguments go to train_draft.py, for example: ./launch/demo.sh --steps 50
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source launch/_venv.sh
 
+# A package path from outside would run something else than this checkout.
+unset PYTHONPATH
 venv="${VENV:-.venv}"
-stamp="$venv/.demo-installed"
-if [[ ! -f "$stamp" || pyproject.toml -nt "$stamp" || launch/constraints.txt -nt "$stamp" ]]; then
-    [[ -x "$venv/bin/python" ]] || "${PYTHON:-python3}" -m venv "$venv"
-    "$venv/bin/python" -m pip install --quiet --constraint launch/constraints.txt torch==2.13.0
-    "$venv/bin/python" -m pip install --quiet --constraint launch/constraints.txt --editable '.[demo,hf]'
-    touch "$stamp"
-fi
+ensure_venv "$venv" demo,hf
 
-out="out"
-mkdir -p "$out"
 # One thread per rank: four ranks on two cores have no use for more, and more would fight over them.
-OMP_NUM_THREADS=1 "$venv/bin/python" -m torch.distributed.run --standalone --nproc-per-node 4 \
-    launch/train_draft.py --num-targets 2 --device cpu --threads 1 --out "$out" "$@"
+export OMP_NUM_THREADS=1
+exec "$venv/bin/python" -m torch.distributed.run --standalone --nproc-per-node 4 \
+    launch/train_draft.py --num-targets 2 --device cpu --threads 1 --out out "$@"

@@ -29,7 +29,7 @@ check() {
 check "ruff check" "$bin/ruff" check .
 check "ruff format" "$bin/ruff" format --check .
 check "mypy" "$bin/mypy"
-check "lint-imports" "$bin/lint-imports"
+check "lint-imports" "$bin/lint-imports" --no-logo
 check "pytest" "$bin/python" -m pytest "$@"
 
 if ((${#failed[@]})); then

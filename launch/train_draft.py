@@ -16,7 +16,7 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +24,18 @@ import torch
 import torch.distributed as dist
 from _decode import acceptance, greedy
 from _draft import Eagle3Draft
-from _peers import ReportBoard
 from _report import Progress, draw, summary
-from _target import Target, TimedTarget
+from _target import Target
 from _text import ASSETS, Windows, held_out_prompts, load_tokens
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+import nccl_stream
+from nccl_stream.prompts import prompt_order
+
 ARENA_SAMPLES = 8  # receive memory of a draft rank: one sample in use, the others ready or on their way
 RESIDENT_SAMPLES = 8  # per draft rank, how far a target may run ahead
-REPORT_TIMEOUT_S = 60.0
+SETTLE_TIMEOUT_S = 60.0
 Group = Any  # a torch.distributed process group
 
 
@@ -43,22 +45,22 @@ def parse_arguments() -> argparse.Namespace:
     where.add_argument("--colocated", action="store_true", help="no streaming: target and draft in every process")
     where.add_argument("--num-targets", type=int, default=2, help="ranks that run the target (default 2)")
     where.add_argument("--assignment", choices=("demand", "static"), default="demand", help="who gets which sample")
-    where.add_argument("--end", choices=("drop", "pad", "ragged"), default="drop", help="what happens to leftovers")
+    where.add_argument("--end", choices=("drop", "pad"), default="drop", help="what happens to leftovers")
     where.add_argument("--device", default="auto", help="auto, cpu or cuda (default auto)")
     where.add_argument("--threads", type=int, default=1, help="CPU threads per rank (default 1)")
     what = parser.add_argument_group("what is trained")
     what.add_argument("--target", default="default", help="'default' or hf:NAME_OR_PATH")
     what.add_argument("--text", type=Path, default=ASSETS / "text.txt", help="UTF-8 text to train on")
-    what.add_argument("--steps", type=int, default=200, help="optimizer steps (default 200)")
+    what.add_argument("--steps", type=int, default=300, help="optimizer steps (default 300)")
     what.add_argument("--batch", type=int, default=4, help="rows per draft rank and step (default 4)")
     what.add_argument("--seq-len", type=int, default=256, help="tokens per row (default 256)")
     what.add_argument("--ttt-steps", type=int, default=3, help="training-time-test steps (default 3)")
-    what.add_argument("--lr", type=float, default=2e-3)
+    what.add_argument("--lr", type=float, default=6e-3)
     what.add_argument("--seed", type=int, default=0)
     told = parser.add_argument_group("what is reported")
-    told.add_argument("--eval-every", type=int, default=25, help="steps between evaluations; 0 for none (default 25)")
+    told.add_argument("--eval-every", type=int, default=30, help="steps between evaluations; 0 for none (default 30)")
     told.add_argument("--eval-prompts", type=int, default=8)
-    told.add_argument("--eval-tokens", type=int, default=48)
+    told.add_argument("--eval-tokens", type=int, default=32)
     told.add_argument("--draft-width", type=int, default=4, help="tokens drafted per target forward (default 4)")
     told.add_argument("--out", type=Path, default=Path("out"), help="folder of the picture (default out)")
     told.add_argument("--losses", type=Path, help="write every rank's losses as exact hex floats, JSON")
@@ -106,28 +108,34 @@ class Trainer:
         self._schedule = torch.optim.lr_scheduler.LambdaLR(
             self._optimizer, lambda step: max(0.05, min((step + 1) / 10, 1 - step / max(arguments.steps, 1)))
         )
-        self.progress = Progress(arguments.steps, self.num_drafts)
+        num_targets = 0 if arguments.colocated else arguments.num_targets
+        self.progress = Progress(arguments.steps, self.num_drafts, num_targets)
 
-    def train(self, batches: Iterable[Any], board: ReportBoard | None = None) -> None:
-        """Trains on ``batches`` until they end; they were sized for ``--steps`` steps."""
+    def train(self, batches: Iterable[Any], statistics: Callable[[], Mapping[str, Any]] | None = None) -> None:
+        """Trains on ``batches`` until they end; ``statistics`` reads what the stream counts."""
         arguments, progress = self._arguments, self.progress
         progress.begin()
         self.evaluate()
         waiting = time.monotonic()
         for batch in batches:
             waited = time.monotonic() - waiting
-            inputs = batch.to_trainer_inputs()
-            loss = self.update(inputs)
-            streamed = sum(t.nbytes for t in inputs.values()) if board is not None else 0
-            progress.step(loss, waited, streamed, self._idle_share(board))
-            if self.rank == 0:
-                progress.show()
+            loss = self.update(batch.to_trainer_inputs())
+            del batch  # views of receive memory: give it back before asking for more
+            progress.step(loss, waited)
             step = len(progress.losses)
-            if arguments.eval_every and step % arguments.eval_every == 0 and step < arguments.steps:
+            evaluated = arguments.eval_every and step % arguments.eval_every == 0 and step < arguments.steps
+            if evaluated:
                 self.evaluate()
-            del batch, inputs  # views of receive memory: give it back before asking for more
+            if self.rank == 0 and (evaluated or progress.due()):
+                if statistics is not None:
+                    progress.observe(statistics())
+                progress.show(keep=bool(evaluated))
             waiting = time.monotonic()
         self.evaluate(final=True)
+        if self.rank == 0:
+            if statistics is not None:
+                progress.observe(statistics())
+            progress.show(keep=True)
 
     def update(self, inputs: dict[str, Tensor]) -> float:
         """One optimizer step on this rank's batch; its loss."""
@@ -146,15 +154,12 @@ class Trainer:
             return
         begin = time.monotonic()
         mine = [prompt.to(self._target.model.device) for prompt in self._prompts[self.rank :: self.num_drafts]]
-        layers = TimedTarget(self._target.model).aux_layer_ids
-        model, draft = self._target.model, self.draft
+        model, draft, layers = self._target.model, self.draft, self._target.backend().aux_layer_ids
         result = acceptance(model, draft, layers, mine, arguments.eval_tokens, arguments.draft_width)
         counts = torch.tensor([result.tokens, result.rounds], dtype=torch.float64, device=self._target.model.device)
         if self._group is not None:
             dist.all_reduce(counts, group=self._group)
         self.progress.accept(float(counts[0] / counts[1]), time.monotonic() - begin)
-        if self.rank == 0:
-            self.progress.show(force=True)
         if final and self.rank == 0 and mine:
             plain = greedy(model, mine[0], arguments.eval_tokens)
             same = plain == result.outputs[0][: arguments.eval_tokens]
@@ -175,35 +180,30 @@ class Trainer:
         dist.all_gather(everyone, padded, group=self._group)
         return [losses[: int(count)].tolist() for losses, count in zip(everyone, counts, strict=True)]
 
-    def _idle_share(self, board: ReportBoard | None) -> float | None:
-        if board is None or self.rank != 0:
-            return None
-        shares = [value["idle_share"] for value in board.read("busy", self._arguments.num_targets)]
-        return sum(shares) / len(shares) if shares else None
 
+def colocated_batches(target: Target, dataset: Windows, seed: int, rank: int, world: int) -> Iterator[Any]:
+    """The batches that a static streamed run hands to draft ``rank`` of ``world``, made on the spot.
 
-def colocated_batches(
-    backend: TimedTarget, dataset: Windows, order: Iterable[int], rank: int, world: int
-) -> Iterator[Any]:
-    """The batches that a static streamed run would hand to draft ``rank`` of ``world``, made on the spot."""
-    for position, index in enumerate(order):
-        if position % world == rank:
-            yield backend.generate_batch(**dataset[index])
+    Static assignment gives sample k of the prompts' order to draft k mod ``world``.
+    """
+    backend = target.backend()
+    for index in prompt_order(len(dataset), epoch=0, seed=seed)[rank::world]:
+        yield backend.generate_batch(**dataset[index])
 
 
 def report(
     trainer: Trainer,
     arguments: argparse.Namespace,
     losses: list[list[float]],
-    statistics: list[dict[str, Any]] | None,
+    statistics: Mapping[str, Any] | None,
 ) -> None:
-    """Draft rank 0's closing report: losses of all draft ranks, statistics of all targets (colocated: none)."""
+    """Draft rank 0's closing report: losses of all draft ranks, statistics of the run (colocated: none)."""
     if arguments.losses is not None:
         write_losses(arguments.losses, losses)
     print(summary(trainer.progress, statistics), flush=True)
-    mode = "colocated" if arguments.colocated else f"{arguments.num_targets} target ranks"
+    mode = "colocated" if arguments.colocated else f"streamed from {arguments.num_targets} target rank(s)"
     picture = arguments.out / "train_draft.png"
-    draw(trainer.progress, picture, f"EAGLE-3 draft, {trainer.num_drafts} draft ranks, {mode}")
+    draw(trainer.progress, picture, f"EAGLE-3 draft on {trainer.num_drafts} rank(s), {mode}")
     print(f"  picture     {picture.resolve()}", flush=True)
 
 
@@ -217,9 +217,7 @@ def run_colocated(arguments: argparse.Namespace, target: Target, dataset: Window
     if grouped:
         dist.init_process_group("nccl" if target.model.device.type == "cuda" else "gloo")
     trainer = Trainer(arguments, target, prompts, dist.group.WORLD if grouped else None)
-    backend = TimedTarget(target.model)
-    order = range(len(dataset))
-    trainer.train(colocated_batches(backend, dataset, order, trainer.rank, trainer.num_drafts))
+    trainer.train(colocated_batches(target, dataset, arguments.seed, trainer.rank, trainer.num_drafts))
     losses = trainer.gathered_losses()
     if trainer.rank == 0:
         report(trainer, arguments, losses, None)
@@ -228,8 +226,6 @@ def run_colocated(arguments: argparse.Namespace, target: Target, dataset: Window
 
 
 def run_streamed(arguments: argparse.Namespace, target: Target, dataset: Windows, prompts: list[Tensor]) -> None:
-    import nccl_stream
-
     sample_bytes = target.sample_bytes(arguments.batch, arguments.seq_len)
     sizes = nccl_stream.StreamConfig(max_sample_bytes=sample_bytes)
     config = nccl_stream.StreamConfig(
@@ -240,36 +236,21 @@ def run_streamed(arguments: argparse.Namespace, target: Target, dataset: Windows
         end=arguments.end,
         device=str(target.model.device),
     )
-    board = ReportBoard(arguments.run_id)
-    trainer: Trainer | None = None
     with nccl_stream.connect(num_targets=arguments.num_targets, run_id=arguments.run_id, config=config) as stream:
         if stream.role == "target":
-            produce(stream, target, dataset, arguments.seed, board)
-        else:
-            trainer = Trainer(arguments, target, prompts, stream.process_group())
-            with nccl_stream.FeatureDataLoader(stream.queue, stream.store) as batches:
-                trainer.train(batches, board)
-            losses = trainer.gathered_losses()
-    if trainer is None:
-        board.post("final", stream.role_rank, dict(stream.statistics()))
-    elif trainer.rank == 0:
-        statistics = board.wait("final", arguments.num_targets, REPORT_TIMEOUT_S)
-        if len(statistics) < arguments.num_targets:
-            print(f"only {len(statistics)} of {arguments.num_targets} targets reported within {REPORT_TIMEOUT_S} s")
-        report(trainer, arguments, losses, statistics)
-
-
-def produce(stream: Any, target: Target, dataset: Windows, seed: int, board: ReportBoard) -> None:
-    """A target rank's work: the forwards of its share of the prompts."""
-    import nccl_stream
-
-    rank = stream.role_rank
-    backend = TimedTarget(target.model, after=lambda b: board.post("busy", rank, {"idle_share": b.idle_share}))
-    producer = nccl_stream.FeatureProducer(backend, stream.store, run_id=stream.run_id)
-    with nccl_stream.AsyncFeaturePipeline(
-        producer, stream.queue, stream.prompts(dataset, epochs=1, seed=seed)
-    ) as pipeline:
-        pipeline.join()
+            producer = nccl_stream.FeatureProducer(target.backend(), stream.store, run_id=stream.run_id)
+            shard = stream.prompts(dataset, epochs=1, seed=arguments.seed)
+            with nccl_stream.AsyncFeaturePipeline(producer, stream.queue, shard) as pipeline:
+                pipeline.join()
+            return
+        trainer = Trainer(arguments, target, prompts, stream.process_group())
+        with nccl_stream.FeatureDataLoader(stream.queue, stream.store) as batches:
+            trainer.train(batches, stream.statistics)
+        losses = trainer.gathered_losses()
+        if trainer.rank == 0:
+            if not stream.wait_ended(SETTLE_TIMEOUT_S):
+                print(f"some target has not left after {SETTLE_TIMEOUT_S:.0f} s: the books are not final")
+            report(trainer, arguments, losses, stream.statistics())
 
 
 def main() -> None:

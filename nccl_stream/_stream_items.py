@@ -8,6 +8,7 @@ from __future__ import annotations
 import enum
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 from nccl_stream.errors import MisuseError
@@ -73,10 +74,11 @@ class StreamItems:
         self._index_of: dict[Hashable, int] = {}  # in registration order
         self._forgotten = 0
         self._joined: dict[int, JoinedItem] = {}
-        self._arrived: dict[int, Any] = {}
+        self._in_line: deque[Any] = deque()  # the items from released to available
+        self._early: dict[int, Any] = {}  # those that arrived before an earlier one
 
     def __len__(self) -> int:
-        return len(self._arrived)
+        return len(self._in_line) + len(self._early)
 
     @property
     def num_known(self) -> int:
@@ -118,7 +120,7 @@ class StreamItems:
         index = self._index_of.get(tensor_id)
         if index is None:
             return Arrival.UNKNOWN
-        if index < self.available or index in self._arrived:
+        if index < self.available or index in self._early:
             return Arrival.REPEATED
         if self._joined and index in self._joined:
             return self._offer_piece(self._joined[index], tensor_id, item)
@@ -140,21 +142,23 @@ class StreamItems:
 
     def between(self, start: int, stop: int) -> list[Any]:
         """The items ``start`` to ``stop``, all available and not released."""
-        return list(map(self._arrived.__getitem__, range(start, stop)))
+        # Chunks begin at or near the first item that is kept, so little is skipped.
+        return list(islice(self._in_line, start - self.released, stop - self.released))
 
     def release(self, keep_from: int) -> list[Any]:
         """Give up everything below ``keep_from`` and return it."""
-        released = list(map(self._arrived.pop, range(self.released, keep_from)))
-        self.released = max(self.released, keep_from)
+        take = self._in_line.popleft
+        released = [take() for _ in range(self.released, keep_from)]
+        self.released += len(released)
         forgettable = self.released - REMEMBERED_ITEMS - self._forgotten
-        if forgettable > REMEMBERED_ITEMS and forgettable > len(self._index_of) // 4:
+        if forgettable > REMEMBERED_ITEMS and forgettable > len(self._index_of) // 2:
             self._forget()
         return released
 
     def missing_ids(self) -> Iterator[Hashable]:
         """The ids that were registered and did not arrive, in order. Linear; for messages."""
         for tensor_id, index in self._index_of.items():
-            if index < self.available or index in self._arrived:
+            if index < self.available or index in self._early:
                 continue
             joined = self._joined.get(index)
             if joined is None or tensor_id not in joined.pieces:
@@ -162,10 +166,11 @@ class StreamItems:
 
     def clear(self) -> list[Any]:
         """Give up everything, pieces too, and return it. Every later id is unknown."""
-        held = list(self._arrived.values())
+        held = [*self._in_line, *self._early.values()]
         for joined in self._joined.values():
             held.extend(joined.pieces.values())
-        self._arrived.clear()
+        self._in_line.clear()
+        self._early.clear()
         self._joined.clear()
         self._index_of.clear()
         return held
@@ -181,14 +186,17 @@ class StreamItems:
         return Arrival.TAKEN
 
     def _arrive(self, index: int, item: Any) -> None:
-        arrived = self._arrived
-        arrived[index] = item
-        if index == self.available:
+        if index != self.available:
+            self._early[index] = item
+            return
+        self._in_line.append(item)
+        index += 1
+        early = self._early
+        while early and index in early:
+            self._in_line.append(early.pop(index))
             index += 1
-            while index in arrived:
-                index += 1
-            self.available = index
-            self.awaited_since = self._clock()
+        self.available = index
+        self.awaited_since = self._clock()
 
     def _forget(self) -> None:
         # One pass over the table drops a fixed share of it, so that the cost per item is constant.

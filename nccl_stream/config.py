@@ -20,7 +20,7 @@ MIB = 1024 * 1024
 # Ranks may differ in what is theirs alone: memory sizes, the device index, how they issue transfers.
 _OWN_FIELDS = frozenset(
     {"arena_bytes", "max_bytes", "max_samples", "high_watermark_bytes", "low_watermark_bytes", "device", "issue"}
-    | {"poison", "lease", "held_timeout"}
+    | {"poison", "check_finite", "lease", "held_timeout"}
 )
 
 
@@ -58,6 +58,7 @@ class StreamConfig:
         depth: transfer operations in flight per link.
         on_loss: whether samples that died with their owner raise at once (``"raise"``) or only when no owner remains.
         issue: NCCL calls come from a thread of the package (``"thread"``) or from ``stream.pump()`` (``"pump"``).
+        check_finite: refuse samples with NaN or infinite values at put; costs a pass over every sample.
         poison: overwrite receive memory when it is freed, to see uses after free. For debugging.
     """
 
@@ -86,6 +87,7 @@ class StreamConfig:
     depth: int = 4
     on_loss: OnLoss = "continue"
     issue: Literal["thread", "pump"] = "thread"
+    check_finite: bool = False
     poison: bool = False
 
     def __post_init__(self) -> None:

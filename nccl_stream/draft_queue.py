@@ -167,7 +167,7 @@ class DraftQueue:
         with self._side.cond:
             return self._side.table.leased_count
 
-    def close(self, error: BaseException | None = None) -> None:
+    def close(self, *, error: BaseException | None = None) -> None:
         """Take no more samples on this rank: what is not leased goes back; nothing ends for the others. Idempotent."""
         if self._closed:
             return

@@ -33,6 +33,7 @@ from nccl_stream.coordination.obituaries import Obituaries
 from nccl_stream.coordination.rounds import EndDecision, Rounds
 from nccl_stream.errors import (
     CapacityError,
+    ConfigError,
     LinkError,
     NcclStreamError,
     PeerLostError,
@@ -41,6 +42,8 @@ from nccl_stream.errors import (
     SampleNotFoundError,
     SamplesLostError,
     SlotsHeldError,
+    SpecMismatchError,
+    VersionMismatchError,
     WireFormatError,
 )
 from nccl_stream.leases import FailOutcome, Lease, LeaseTable, VisibilityTimeout
@@ -128,6 +131,7 @@ class DraftSide:
                 self.on_fatal(exc)
 
     def _grant(self) -> None:
+        self.store.collect_dropped()
         with self.cond:
             self.intake.grant()
             self._changed()
@@ -233,8 +237,10 @@ class DraftSide:
         self.intake.transfer_over(delivery, ok=ok)
         self._changed()
 
-    def link_given_up(self, member: Member, reason: str) -> None:
-        logger.error("%s: no link from %s can be built: %s", self.node.inc, member.label, reason)
+    def link_given_up(self, member: Member, error: Exception) -> None:
+        logger.error("%s: no link from %s can be built: %s", self.node.inc, member.label, error)
+        if isinstance(error, VersionMismatchError | ConfigError):
+            self.on_fatal(error)
 
     # -- NodeHandler ---------------------------------------------------------------------------------------------------
 
@@ -261,7 +267,7 @@ class DraftSide:
             self.links.remove(member.inc)
         with self.cond:
             if member.role == "draft" and self.rounds is not None:
-                awaited = kind == "died" and self._restart_timeout > 0
+                awaited = kind != "left" and self._restart_timeout > 0
                 if awaited:
                     self._restarts[member.inc] = self._clock() + self._restart_timeout
                 self.rounds.member_gone(member.inc, awaited=awaited)
@@ -324,7 +330,10 @@ class DraftSide:
             leading = self._leads()
             alive = [member.inc for member in self.node.alive("draft")]
         for task in tasks:
-            task(documents)
+            try:
+                task(documents)
+            except WireFormatError as exc:
+                logger.warning("%s: ignored a damaged document: %s", self.node.inc, exc)
         if leading:
             for owner in self.obituaries.complete(alive):
                 self._write_obituary(documents, owner)
@@ -415,7 +424,7 @@ class DraftSide:
             self.rounds.update(
                 handed=self.handed,
                 pending=self.table.pending_count,
-                drained=self._all_targets_known() and self.intake.drained(),
+                drained=self._all_targets_known() and self.intake.drained() and not self.obituaries.any_unread,
                 stop=bool(self._stop_reason),
                 error=self._peer_error(),
             )
@@ -435,11 +444,16 @@ class DraftSide:
         failed = self.obituaries.failed()
         if failed:
             return f"{FAILED_PREFIX}{failed}"
-        if not self._all_targets_known() or not self.intake.drained():
+        unclean = [inc for inc in self.obituaries.died_owners() if not self._died_settled(inc)]
+        if not unclean or any(inc not in self.obituaries.documents() for inc in unclean):
             return ""
-        if self.obituaries.any_open and (self.config.on_loss == "raise" or not self.intake.living_owners()):
-            return self.obituaries.describe()
-        return ""
+        nobody_left = self._all_targets_known() and not self.intake.living_owners() and self.intake.drained()
+        return self.obituaries.describe() if nobody_left or self.config.on_loss == "raise" else ""
+
+    def _died_settled(self, inc: str) -> bool:
+        """Whether a dead owner had said that it puts nothing more, and nothing of it is lost."""
+        document = self.obituaries.documents().get(inc)
+        return self.intake.was_closed(inc) and document is not None and document["lost"] == 0
 
     def _leads(self) -> bool:
         alive = self.node.alive("draft")
@@ -486,10 +500,14 @@ class DraftSide:
         """Inbound: hold the slot of a delivered sample."""
         with self.cond:
             delivery = self.intake.held.get((ref.store_uri, ref.sample_id))
-            if delivery is None or delivery.ref != ref:
+            if delivery is None:
                 raise SampleNotFoundError(
                     f"sample {ref.sample_id!r} of {ref.store_uri!r} is not here: it was acked, handed back, or never "
                     "leased on this rank"
+                )
+            if delivery.ref.feature_specs != ref.feature_specs:
+                raise SpecMismatchError(
+                    f"sample {ref.sample_id!r}: the ref's specs are not those of what was delivered"
                 )
             delivery.touched = True
             delivery.slot.hold()
@@ -571,7 +589,8 @@ class DraftSide:
         if self.config.end == "ragged":
             if self._stop_reason or self._peer_error():
                 return self.table.pending_count == 0 or bool(self._stop_reason)
-            return self._all_targets_known() and self.intake.all_settled() and self.table.pending_count == 0
+            settled = self._all_targets_known() and self.intake.all_settled() and not self.obituaries.any_unread
+            return settled and self.table.pending_count == 0
         if self.rounds is None or self.rounds.end is None:
             return False
         released = self.rounds.samples_released()

@@ -213,12 +213,14 @@ class FeatureDataLoader:
         # Ack first. The other way round, a lease that has expired would come again with its sample gone; for the same
         # reason the handle of a lease that was lost is dropped instead of released.
         live = _compat.ack(self._queue, held.lease)
+        if held.handle is None:
+            return  # Padding: no delivery stands behind it, so there is nothing to be late for.
         if not live:
             logger.warning(
                 "the lease of sample %s had expired before its ack; it may be trained on twice",
                 held.lease.ref.sample_id,
             )
-        elif held.handle is not None:
+        else:
             self._store.release(held.handle)
 
     def _next_lease(self) -> Lease | None:
@@ -261,7 +263,11 @@ class FeatureDataLoader:
             return _batch_of(schema_of(ref.algorithm).padding(ref, device)), None
         validate_eagle3_ref(ref)
         tensors, handle = self._store.get(ref)
-        return _batch_of(tensors), handle
+        try:
+            return _batch_of(tensors), handle
+        except SchemaError:
+            self._store.release(handle)  # The ref is dropped for good: nobody else will need the sample.
+            raise
 
     def _drop_for_good(self, lease: Lease) -> None:
         _compat.ack(self._queue, lease)

@@ -10,9 +10,15 @@ import torch
 from nccl_stream.async_pipeline import PromptBatch
 from nccl_stream.errors import MisuseError
 
-__all__ = ["shard_prompts"]
+__all__ = ["prompt_order", "shard_prompts"]
 
 _PACKING = ("position_ids", "seq_lens", "doc_remaining")
+
+
+def prompt_order(size: int, epoch: int, seed: int) -> list[int]:
+    """The global order of one epoch: dataset indices by position, the same on every rank and in a colocated run."""
+    generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
+    return torch.randperm(size, generator=generator).tolist()
 
 
 def shard_prompts(
@@ -41,8 +47,7 @@ def _generate(
     dataset: Any, size: int, epochs: int, seed: int, rank: int, world_size: int, register: Callable[[str, int], None]
 ) -> Iterator[PromptBatch]:
     for epoch in range(epochs):
-        generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
-        permutation = torch.randperm(size, generator=generator).tolist()
+        permutation = prompt_order(size, epoch, seed)
         first = (rank - epoch * size) % world_size
         for position in range(first, size, world_size):
             index = permutation[position]

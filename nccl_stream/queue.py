@@ -379,7 +379,7 @@ class SampleRefQueue:
                 starved_s=self._starved_s,
             )
 
-    def close(self, error: BaseException | None = None) -> None:
+    def close(self, *, error: BaseException | None = None) -> None:
         """Accept no more refs. Pending ones stay acquirable, leases stay valid. Idempotent.
 
         Args:

@@ -355,6 +355,7 @@ class Stream:
                 chunk_bytes=config.chunk_bytes,
                 arena=self._arena,
                 inbound=side,
+                on_dropped=side.memory_freed,
             )
         self._arena = Arena(config.max_bytes + config.slot_bytes(), self.device)
         window = self._place.num_drafts * config.samples_per_round
@@ -376,6 +377,7 @@ class Stream:
             arena=self._arena,
             soft_cap_bytes=config.max_bytes,
             starving=side.starving,
+            check_finite=config.check_finite,
         )
 
     # -- joining -----------------------------------------------------------------------------------------------------

@@ -79,13 +79,13 @@ def _add_up(
     for inc, status in statuses.items():
         if status.get("role") == "target":
             books = status.get("books", {})
-            owners[inc] = {name: int(books.get(name, 0)) for name in BOOKS}
-            totals["redelivered"] += int(books.get("redelivered", 0))
-            totals["late"] += int(books.get("late", 0))
-            totals["bytes"] += int(books.get("bytes_sent", 0))
-            totals["paused_s"] += float(status.get("paused_s", 0.0))
+            owners[inc] = {name: int(_number(books, name)) for name in BOOKS}
+            totals["redelivered"] += int(_number(books, "redelivered"))
+            totals["late"] += int(_number(books, "late"))
+            totals["bytes"] += int(_number(books, "bytes_sent"))
+            totals["paused_s"] += _number(status, "paused_s")
         else:
-            totals["waited_s"] += float(status.get("waited_s", 0.0))
+            totals["waited_s"] += _number(status, "waited_s")
     for inc, document in obituaries.items():
         owners[inc] = _closed_books(inc, document, statuses)
     for books in owners.values():
@@ -98,14 +98,22 @@ def _closed_books(inc: str, document: dict[str, Any], statuses: dict[str, dict[s
     """A dead owner's books: its obituary, and what became since of the samples that drafts held."""
     acked = lost = 0
     for status in statuses.values():
-        outcomes = status.get("posthumous", {}).get(inc, {})
-        acked += int(outcomes.get("acked", 0))
-        lost += int(outcomes.get("lost", 0))
+        posthumous = status.get("posthumous")
+        outcomes = posthumous.get(inc) if isinstance(posthumous, dict) else None
+        acked += int(_number(outcomes, "acked"))
+        lost += int(_number(outcomes, "lost"))
+    closed = {name: int(_number(document, name)) for name in ("put", "acked", "dropped", "dead", "lost", "held")}
     return {
-        "put": int(document["put"]),
-        "acked": int(document["acked"]) + acked,
-        "dropped": int(document["dropped"]),
-        "dead": int(document["dead"]),
-        "lost": int(document["lost"]) + lost,
-        "resident": int(document["held"]) - acked - lost,
+        "put": closed["put"],
+        "acked": closed["acked"] + acked,
+        "dropped": closed["dropped"],
+        "dead": closed["dead"],
+        "lost": closed["lost"] + lost,
+        "resident": closed["held"] - acked - lost,
     }
+
+
+def _number(document: Any, name: str) -> float:
+    """A number in a document that another process wrote; 0 for anything else."""
+    value = document.get(name, 0) if isinstance(document, dict) else 0
+    return value if type(value) in (int, float) else 0

@@ -472,17 +472,14 @@ class StreamBuffer:
         stop = self._next[1]
         if stop <= run_stop and stop <= items.available:
             return self._next
-        if items.available >= run_stop and (another_run_follows or self._is_complete()):
+        if items.available >= run_stop and (another_run_follows or self._nothing_follows()):
             return (self._next[0] if self._delivered < run_stop else run_stop, run_stop)
         return None
 
-    def _is_complete(self) -> bool:
-        return (
-            self._producer_done
-            and self._failure is None
-            and self._items.available == self._items.registered
-            and self._items.num_pieces >= self._promised_pieces
-        )
+    def _nothing_follows(self) -> bool:
+        """Whether what is registered is the whole stream."""
+        all_registered = self._producer_done and self._items.num_pieces >= self._promised_pieces
+        return all_registered and self._failure is None
 
     def _until_overdue(self) -> float:
         """Seconds until a missing item is overdue; a long time when nothing is owed."""
@@ -528,7 +525,7 @@ class StreamBuffer:
         self._delivered = stop
         self._run_chunks += 1
         keep_from = stop
-        if stop == self._items.registered and self._is_complete():
+        if stop == self._items.registered and self._nothing_follows():
             self._ended = True
         elif len(self._runs) > 1 and stop == self._runs[1].start:
             self._enter_next_run()

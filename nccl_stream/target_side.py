@@ -28,7 +28,15 @@ from nccl_stream.coordination.messages import (
 )
 from nccl_stream.coordination.node import Node
 from nccl_stream.coordination.rounds import EndDecision
-from nccl_stream.errors import ClosedError, MisuseError, NcclStreamError, PeerLostError, WireFormatError
+from nccl_stream.errors import (
+    ClosedError,
+    ConfigError,
+    MisuseError,
+    NcclStreamError,
+    PeerLostError,
+    VersionMismatchError,
+    WireFormatError,
+)
 from nccl_stream.leases import Lease
 from nccl_stream.links import Links
 from nccl_stream.refs import SampleRef
@@ -41,7 +49,7 @@ __all__ = ["TargetQueue", "TargetSide"]
 
 logger = logging.getLogger(__name__)
 
-# Ids of settled samples that may not be used again: a delivery of the earlier one may still be on its way.
+# Ids of settled samples that are remembered, to say so when one is put again.
 REMEMBERED_IDS = 65536
 
 
@@ -82,6 +90,7 @@ class TargetSide:
             static=config.assignment == "static",
             window=config.announce_window,
             max_failures=config.max_failures,
+            abreast=None if config.end == "ragged" else config.samples_per_round,
         )
         self._rank = target_rank
         self._num_targets = num_targets
@@ -129,9 +138,7 @@ class TargetSide:
             if ref.sample_id in self._pinned:
                 raise MisuseError(f"sample {ref.sample_id!r} is already present in the queue")
             if ref.sample_id in self._recent:
-                raise MisuseError(
-                    f"sample id {ref.sample_id!r} was used before on this rank; ids must be unique within a run"
-                )
+                logger.warning("sample id %s had its outcome before and is put again", ref.sample_id)
             owned, handle = self.store.pin(ref)
             if self._num_offered == 0 and self.config.end == "pad":
                 template = ref.to_wire()
@@ -230,8 +237,11 @@ class TargetSide:
             self.delivery.link_down(inc, gen)
             self.cond.notify_all()
 
-    def link_given_up(self, member: Member, reason: str) -> None:
-        self.on_fatal(PeerLostError(f"no link to {member.label} can be built any more: {reason}"))
+    def link_given_up(self, member: Member, error: Exception) -> None:
+        if isinstance(error, VersionMismatchError | ConfigError):
+            self.on_fatal(error)
+        else:
+            self.on_fatal(PeerLostError(f"no link to {member.label} can be built any more: {error}"))
 
     # -- NodeHandler ---------------------------------------------------------------------------------------------------
 
@@ -248,7 +258,7 @@ class TargetSide:
             return
         succeeded = any(draft.rank == member.rank for draft in self.node.alive("draft"))
         with self.cond:
-            awaited = self._restart_timeout > 0 and member.gone is not None and member.gone.kind == "died"
+            awaited = self._restart_timeout > 0 and member.gone is not None and member.gone.kind != "left"
             if awaited and not succeeded:
                 self._restarts[member.rank] = self._clock() + self._restart_timeout
             self.delivery.draft_gone(member.inc, awaited=awaited)
@@ -298,7 +308,10 @@ class TargetSide:
             tasks, self._tasks = self._tasks, []
             writes, deletes = self._journal.take_writes()
         for task in tasks:
-            task(documents)
+            try:
+                task(documents)
+            except WireFormatError as exc:
+                logger.warning("%s: ignored a damaged document: %s", self.node.inc, exc)
         documents.set_many(writes)
         for key in deletes:
             documents.delete(key)
@@ -386,6 +399,8 @@ class TargetQueue:
             ClosedError: (``RuntimeError``) the queue was closed, no draft is left, or ``abort_when`` returned True.
         """
         side = self._side
+        if not isinstance(ref, SampleRef):
+            raise MisuseError(f"the queue takes SampleRefs, got {type(ref).__name__}")
         started = time.monotonic()
         while True:
             if abort_when is not None and abort_when():
@@ -403,7 +418,7 @@ class TargetQueue:
             with side.cond:
                 side.cond.wait(poll_interval)
 
-    def close(self, error: BaseException | None = None) -> None:
+    def close(self, *, error: BaseException | None = None) -> None:
         """No more puts; what was put is still delivered. ``error`` reaches the draft ranks as a failure."""
         self._side.close_queue(error)
 

@@ -100,6 +100,7 @@ class _Draft:
     waiting: int = 0
     coming: int = 0
     held: set[str] = field(default_factory=set)
+    given: int = 0  # samples it has or had, less those that came back
     seen: int = 0
     told: tuple[bool, str, bool, bool, int] | None = None
 
@@ -114,6 +115,8 @@ class OwnerDelivery:
         num_drafts: draft ranks of the run.
         static: assign sample k to draft rank ``k mod num_drafts`` instead of to the least loaded one.
         ranks: draft ranks this owner delivers to; None: all.
+        abreast: for drafts that take steps together: by how many samples one may be ahead of the one that has been
+            given least. Samples given to one alone would be left over at the end. None: no bound.
         window: how many samples may be announced to one draft and not yet answered.
         max_failures: consumer failures a sample survives; one more makes it a dead letter.
     """
@@ -127,11 +130,13 @@ class OwnerDelivery:
         window: int,
         max_failures: int,
         ranks: Iterable[int] | None = None,
+        abreast: int | None = None,
     ) -> None:
         self._port = port
         self._num_drafts = num_drafts
         self._static = static
         self._window = window
+        self._abreast = abreast
         self._max_failures = max_failures
         self._samples: dict[str, OwnedSample] = {}
         self._drafts: dict[str, _Draft] = {}
@@ -363,6 +368,8 @@ class OwnerDelivery:
         """Make samples RESIDENT again under their next delivery number, ahead of those not yet assigned."""
         for sample_id in reversed(sample_ids):
             sample = self._samples[sample_id]
+            if sample.draft in self._drafts:
+                self._drafts[sample.draft].given -= 1
             self._detach(sample)
             sample.phase = Phase.RESIDENT
             sample.delivery += 1
@@ -434,6 +441,11 @@ class OwnerDelivery:
             for draft in self._drafts.values()
             if draft.linked and not draft.ended and draft.waiting < self._window and slot in (-1, draft.rank)
         ]
+        if self._abreast is not None and slot == -1:
+            takers = [draft for draft in self._drafts.values() if not draft.ended]
+            all_here = self._awaited <= {draft.rank for draft in takers}
+            least = min((draft.given for draft in takers), default=0) if all_here else 0
+            able = [draft for draft in able if draft.given < least + self._abreast]
         return min(able, key=lambda draft: (len(draft.held), draft.rank), default=None)
 
     def _announce(self, draft: _Draft, sample: OwnedSample) -> None:
@@ -443,6 +455,7 @@ class OwnerDelivery:
         draft.coming += 1
         draft.by_seq[seq] = sample.sample_id
         draft.held.add(sample.sample_id)
+        draft.given += 1
         sample.draft, sample.seq, sample.phase = draft.inc, seq, Phase.ASSIGNED
         self._port.tell(
             draft.inc,

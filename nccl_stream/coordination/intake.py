@@ -403,9 +403,9 @@ class DraftIntake:
     def living_owners(self) -> list[str]:
         return [owner.inc for owner in self._owners.values() if not owner.gone]
 
-    def all_closed(self) -> bool:
-        """Whether every living owner said that it will put nothing more."""
-        return all(owner.gone or owner.state.closed for owner in self._owners.values())
+    def was_closed(self, inc: str) -> bool:
+        """Whether this owner said that it will put nothing more."""
+        return inc in self._owners and self._owners[inc].state.closed
 
     def in_transfer(self, inc: str) -> int:
         return len(self._owners[inc].transfers) if inc in self._owners else 0

@@ -16,6 +16,7 @@ from nccl_stream.errors import WireFormatError
 __all__ = ["Journal", "JournalReading", "read_journal"]
 
 CHUNK_IDS = 128
+MAX_CHUNKS = 1 << 20  # 128 million open samples: a head that claims more is not believed
 
 _CODES = {"acked": "a", "dropped": "d", "dead": "x"}
 
@@ -108,13 +109,18 @@ def read_journal(documents: ControlStore, inc: str) -> JournalReading:
         return JournalReading({"put": 0, "acked": 0, "dropped": 0, "dead": 0}, ())
     if type(head) is not dict or head.keys() != {"low", "high", "totals"} or type(head["totals"]) is not dict:
         raise WireFormatError(f"journal head of {inc} is damaged")
-    totals = {name: int(head["totals"].get(name, 0)) for name in ("put", "acked", "dropped", "dead")}
+    totals = {name: head["totals"].get(name, 0) for name in ("put", "acked", "dropped", "dead")}
+    numbers = [head["low"], head["high"], *totals.values()]
+    if any(type(number) is not int or not 0 <= number < 2**62 for number in numbers):
+        raise WireFormatError(f"journal head of {inc} is damaged")
     open_ids: list[str] = []
-    for number in range(int(head["low"]), int(head["high"])):
+    for number in range(head["low"], min(head["high"], head["low"] + MAX_CHUNKS)):
         chunk = documents.get(f"journal/{inc}/{number}")
         if chunk is None:
             continue
-        if type(chunk) is not dict or len(chunk.get("ids", ())) != len(chunk.get("out", "")):
+        if type(chunk) is not dict or type(chunk.get("ids")) is not list or type(chunk.get("out")) is not str:
+            raise WireFormatError(f"journal chunk {number} of {inc} is damaged")
+        if len(chunk["ids"]) != len(chunk["out"]) or any(type(sid) is not str for sid in chunk["ids"]):
             raise WireFormatError(f"journal chunk {number} of {inc} is damaged")
         open_ids += [sid for sid, code in zip(chunk["ids"], chunk["out"], strict=True) if code == "."]
     return JournalReading(totals, tuple(open_ids))

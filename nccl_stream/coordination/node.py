@@ -148,6 +148,9 @@ class Node:
             with self._cond:
                 self.raise_if_fatal()
                 alive = {(m.role, m.rank) for m in self._members.values() if m.gone is None}
+                failed = [m for m in self._members.values() if m.gone is not None and m.gone.kind == "failed"]
+            if failed and self.shape.one_launch:
+                raise MembershipError(f"the run cannot be formed: {failed[0].label} failed: {failed[0].gone}")
             missing = [slot for slot in self.shape.slots() if slot not in alive]
             if not missing:
                 return
@@ -302,7 +305,8 @@ class Node:
                 if type(packet) is dict and packet.get("stop") == self.inc and self._stop.is_set():
                     return
                 with self._cond:
-                    stranger = type(packet) is dict and packet.get("from") not in self._members
+                    claimed = packet.get("from") if type(packet) is dict else None
+                    stranger = type(claimed) is str and claimed not in self._members
                     if stranger:
                         # Mail can overtake our view of the roster: not taken now, it will be sent again.
                         self._hurry_roster = True
@@ -454,7 +458,8 @@ class Node:
                 if self._state == "up":
                     raise FencedError("this process was declared dead by its peers; restart it to go on")
                 continue
-            logger.warning("%s: %s is gone: %s", self.inc, member.label, member.gone)
+            level = logging.INFO if member.gone is not None and member.gone.kind == "left" else logging.WARNING
+            logger.log(level, "%s: %s is gone: %s", self.inc, member.label, member.gone)
             self._handler.on_gone(member)
 
     def _depart(self, membership: Membership, documents: ControlStore) -> None:

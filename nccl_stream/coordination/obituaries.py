@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +13,9 @@ from nccl_stream.coordination.kv import ControlStore
 from nccl_stream.coordination.messages import Estate
 from nccl_stream.errors import WireFormatError
 
-__all__ = ["Obituaries"]
+__all__ = ["Obituaries", "is_obituary"]
+
+logger = logging.getLogger(__name__)
 
 MAX_IDS = 50_000
 MAX_IDS_CHARS = 1_000_000  # of a document or message of ids; a store value may have four million
@@ -26,6 +29,20 @@ def _bounded(ids: list[str]) -> list[str]:
         if room < 0:
             return ids[:count]
     return ids[:MAX_IDS]
+
+
+COUNTS = ("put", "acked", "dropped", "dead", "held", "lost")
+
+
+def is_obituary(document: Any) -> bool:
+    """Whether a value of the store closes an owner's books."""
+    return (
+        type(document) is dict
+        and document.keys() == {*COUNTS, "lost_ids"}
+        and all(type(document[name]) is int and 0 <= document[name] < 2**62 for name in COUNTS)
+        and type(document["lost_ids"]) is list
+        and all(type(sample_id) is str for sample_id in document["lost_ids"])
+    )
 
 
 @dataclass
@@ -112,14 +129,14 @@ class Obituaries:
     def read(self, owner: str, document: Any) -> tuple[str, ...]:
         """Take the closed books in; returns the lost ids the first time."""
         dead = self._dead.get(owner)
-        if dead is None or dead.document is not None or type(document) is not dict:
+        if dead is None or dead.document is not None:
             return ()
-        ids = document.get("lost_ids")
-        counts = [document.get(name) for name in ("put", "acked", "dropped", "dead", "held", "lost")]
-        if type(ids) is not list or any(type(sid) is not str for sid in ids) or any(type(n) is not int for n in counts):
-            return ()
+        if not is_obituary(document):
+            # Nobody will write it anew, and the run must come to its end.
+            logger.error("the closed books of %s are damaged; what was lost with it is not known", dead.label)
+            document = {**dict.fromkeys(COUNTS, 0), "lost_ids": []}
         dead.document = document
-        return tuple(ids)
+        return tuple(document["lost_ids"])
 
     def outcome(self, owner: str, outcome: str) -> None:
         """A sample that this draft held from a dead owner has been acked, or lost for good."""
@@ -135,10 +152,14 @@ class Obituaries:
         """Why an owner left with an error, if one did."""
         return next((f"{dead.label}: {dead.reason}" for dead in self._dead.values() if dead.kind == "failed"), "")
 
+    def died_owners(self) -> list[str]:
+        """Owners that died without a word."""
+        return [owner for owner, dead in self._dead.items() if dead.kind == "died"]
+
     @property
-    def any_open(self) -> bool:
-        """Whether some owner died, and not on purpose."""
-        return any(dead.kind == "died" for dead in self._dead.values())
+    def any_unread(self) -> bool:
+        """Whether the books of some owner that died are still to be closed."""
+        return any(dead.kind == "died" and dead.document is None for dead in self._dead.values())
 
     def lost_ids(self) -> tuple[str, ...]:
         """Every id known to be lost."""

@@ -1,9 +1,10 @@
 """Rounds: draft ranks that train together hand out the same number of steps.
 
 The draft with the lowest rank leads. Each draft tells it, cumulatively, how many samples it has had in hand; the
-leader releases round r once every living draft has a batch for it, and decides the end once nothing more can come. The
-decision is a document that is written once (compare-and-set), so it survives the leader; whatever else a new leader
-needs, the drafts tell it again. Pure state machine; the clock and the store are the caller's.
+leader releases round r once every living draft has a batch for it, and decides the end once nothing more can come and
+all whole rounds have been handed out. The decision is a document that is written once (compare-and-set), so it survives
+the leader; whatever else a new leader needs, the drafts tell it again. Pure state machine; the clock and the store are
+the caller's.
 """
 
 from __future__ import annotations
@@ -188,7 +189,10 @@ class Rounds:
         errors = [have.error for have in reports if have.error]
         stop = any(have.stop for have in reports)
         drained = all(have.drained for have in reports)
-        if errors or stop or drained:
+        # A clean end waits until the last whole round has begun everywhere: a draft that dies before it leaves its
+        # samples to the others, who need rounds for them.
+        begun = all(have.begun >= whole for have in reports)
+        if errors or stop or (drained and begun):
             rounds = max(released, whole)
             if drained and self._pad and not errors and not stop:
                 rounds = max(released, *(-(-have.samples // self._per_round) for have in reports))

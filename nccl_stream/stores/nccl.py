@@ -8,6 +8,8 @@ the bytes in between is not its business: the two ends of the stream call :meth:
 from __future__ import annotations
 
 import time
+import weakref
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -23,6 +25,7 @@ from nccl_stream.transport.arena import Arena, Slot
 from nccl_stream.transport.layout import SlotLayout
 
 ROOM_POLL_S = 0.005
+MAX_ID_CHARS = 512  # an id travels in every message about its sample
 
 __all__ = ["Inbound", "NcclFeatureStore", "OwnedBytes", "Received"]
 
@@ -87,6 +90,9 @@ class NcclFeatureStore(FeatureStore):
         chunk_bytes: largest transfer operation; part of the layout.
         soft_cap_bytes: residency above which a put is refused unless ``starving()`` says that a draft has nothing.
         starving: see above.
+        on_dropped: called when a draft's handle was garbage-collected unreleased; may run inside a finalizer, so it
+            must neither lock nor block. :meth:`collect_dropped` then ends its hold.
+        check_finite: refuse samples whose floating-point features hold NaN or infinite values; costs a pass over them.
     """
 
     def __init__(
@@ -101,6 +107,8 @@ class NcclFeatureStore(FeatureStore):
         inbound: Inbound | None = None,
         soft_cap_bytes: int = 0,
         starving: Callable[[], bool] = lambda: False,
+        on_dropped: Callable[[], None] = lambda: None,
+        check_finite: bool = False,
     ) -> None:
         self._uri = uri
         self._device = device
@@ -111,13 +119,21 @@ class NcclFeatureStore(FeatureStore):
         self._inbound = inbound
         self._soft_cap = soft_cap_bytes
         self._starving = starving
-        self._open_handles: dict[int, Slot] = {}
+        self._open_handles: dict[int, tuple[Slot, weakref.finalize[..., StoreHandle]]] = {}
+        self._dropped: deque[int] = deque()
+        self._on_dropped = on_dropped
+        self._check_finite = check_finite
         self._closed = False
 
     @property
     def store_uri(self) -> str:
         """``nccl://run/epoch/incarnation``; no other store, past or present, has it."""
         return self._uri
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the stream is closed."""
+        return self._closed
 
     @property
     def device(self) -> torch.device:
@@ -158,7 +174,10 @@ class NcclFeatureStore(FeatureStore):
             ClosedError: (``RuntimeError``) the stream is closed.
         """
         residency = self._require_target("put")
+        _check_id(sample_id)
         check_tensors(sample_id, tensors)
+        if self._check_finite:
+            _check_values(sample_id, tensors)
         specs = {name: FeatureSpec.of(tensor) for name, tensor in tensors.items()}
         nbytes = sum(spec.nbytes for spec in specs.values())
         ref = SampleRef(
@@ -187,6 +206,11 @@ class NcclFeatureStore(FeatureStore):
             raise CapacityError(
                 f"sample {sample_id!r} has {nbytes} bytes, the stream was configured for at most "
                 f"{self._max_sample_bytes}: set max_sample_bytes={nbytes} or more",
+                can_wait=False,
+            )
+        if nbytes > self._soft_cap:
+            raise CapacityError(
+                f"sample {sample_id!r} has {nbytes} bytes, this rank may hold {self._soft_cap}: raise max_bytes",
                 can_wait=False,
             )
         if not self.room_for(nbytes):
@@ -286,7 +310,9 @@ class NcclFeatureStore(FeatureStore):
         assert self._inbound is not None
         received = self._inbound.open_sample(ref)
         handle = StoreHandle(store=self, sample_id=ref.sample_id, ref=ref)
-        self._open_handles[handle.handle_id] = received.slot
+        finalizer = weakref.finalize(handle, self._handle_dropped, handle.handle_id)
+        finalizer.atexit = False
+        self._open_handles[handle.handle_id] = received.slot, finalizer
         try:
             if self._device.type == "cuda":
                 received.slot.wait_ready(torch.cuda.current_stream(self._device))
@@ -294,7 +320,7 @@ class NcclFeatureStore(FeatureStore):
             if wanted is not None and wanted != self._device:
                 tensors = {name: copy_tensor(tensor, wanted) for name, tensor in tensors.items()}
         except BaseException:
-            self._drop_handle(handle)
+            self._drop_handle(handle.handle_id)
             raise
         return tensors, handle
 
@@ -322,15 +348,31 @@ class NcclFeatureStore(FeatureStore):
         if self._residency is not None:
             self._residency.release(handle)
         else:
-            self._drop_handle(handle)
+            self._drop_handle(handle.handle_id)
 
-    def _drop_handle(self, handle: StoreHandle) -> None:
-        slot = self._open_handles.pop(handle.handle_id, None)
-        if slot is None:
-            return
+    def _handle_dropped(self, handle_id: int) -> None:
+        # Runs wherever the interpreter drops the last reference: only an append is safe here.
+        self._dropped.append(handle_id)
+        self._on_dropped()
+
+    def collect_dropped(self) -> int:
+        """End the holds of handles that were dropped without a release; returns how many there were."""
+        count = 0
+        while self._dropped:
+            count += self._drop_handle(self._dropped.popleft())
+        return count
+
+    def _drop_handle(self, handle_id: int) -> bool:
+        """End a hold; False when it had ended already."""
+        held = self._open_handles.pop(handle_id, None)
+        if held is None:
+            return False
+        slot, finalizer = held
+        finalizer.detach()
         if self._device.type == "cuda":
             slot.record_release(torch.cuda.current_stream(self._device))
         slot.drop()
+        return True
 
     def health(self) -> StoreHealth:
         """See :meth:`FeatureStore.health`. On a draft: the receive arena, which has no watermarks."""
@@ -348,9 +390,9 @@ class NcclFeatureStore(FeatureStore):
         return StoreHealth(used, self._arena.capacity_bytes, len(self._arena.holders()), False, True)
 
     def gc(self) -> int:
-        """See :meth:`FeatureStore.gc`: handles dropped without a release, on a target rank."""
+        """See :meth:`FeatureStore.gc`: ends the holds of handles that were dropped without a release."""
         self._check_open("gc")
-        return 0 if self._residency is None else self._residency.sweep()
+        return self.collect_dropped() if self._residency is None else self._residency.sweep()
 
     def close(self) -> None:
         """Drop everything. Called by the stream; idempotent. Tensors that are still held keep their memory."""
@@ -369,6 +411,19 @@ class NcclFeatureStore(FeatureStore):
         if self._residency is None:
             raise MisuseError(f"{operation} is for target ranks; this is a draft rank, which receives")
         return self._residency
+
+
+def _check_id(sample_id: str) -> None:
+    if not isinstance(sample_id, str) or not 0 < len(sample_id) <= MAX_ID_CHARS:
+        raise MisuseError(f"sample_id must be a str of 1 to {MAX_ID_CHARS} characters, got {sample_id!r:.80}")
+    if sample_id in (".", "..") or any(char in "/\\" or ord(char) < 32 for char in sample_id):
+        raise MisuseError(f"sample_id {sample_id!r} looks like a path; ids are names without separators")
+
+
+def _check_values(sample_id: str, tensors: Mapping[str, torch.Tensor]) -> None:
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor.float()).all()):
+            raise MisuseError(f"sample {sample_id!r}: feature {name!r} holds NaN or infinite values")
 
 
 def _check_specs(ref: SampleRef, stored: Mapping[str, FeatureSpec]) -> None:

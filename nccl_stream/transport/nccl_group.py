@@ -107,19 +107,32 @@ class NcclLink(Link):
         self._ended: str | None = None
 
     def send(self, buf: torch.Tensor) -> Transfer:
-        return self._start("send to", buf)
+        return self._start("send to", buf, lambda group: group.send([buf], self._other, 0))
 
     def recv(self, buf: torch.Tensor) -> Transfer:
-        return self._start("receive from", buf)
+        return self._start("receive from", buf, lambda group: group.recv([buf], self._other, 0))
 
-    @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
-        """Sends and receives inside the block form one NCCL group, as a rank needs that sends to itself."""
-        self._group._group_start()
-        try:
-            yield
-        finally:
-            self._group._group_end()
+    def exchange(self, outgoing: torch.Tensor, incoming: torch.Tensor) -> Transfer:
+        """A send and a receive as one NCCL group, which is the only way for a rank to send to itself.
+
+        Args:
+            outgoing: as for :meth:`send`.
+            incoming: as for :meth:`recv`.
+
+        Raises:
+            MisuseError: as for :meth:`send`.
+            LinkError: the link has failed or was aborted.
+        """
+
+        def issue(group: Any) -> Any:
+            # Works of operations inside a group end before the group is even launched; the group's own Work counts.
+            group._start_coalescing()
+            group.send([outgoing], self._other, 0)
+            group.recv([incoming], self._other, 0)
+            return group._end_coalescing()
+
+        self._check(outgoing)
+        return self._start("exchange with", incoming, issue)
 
     def abort(self) -> None:
         with self._lock:
@@ -143,14 +156,14 @@ class NcclLink(Link):
     def _aside(self, work: Callable[[], None], what: str) -> None:
         threading.Thread(target=work, name=f"nccl-{what}-{self.peer}", daemon=True).start()
 
-    def _start(self, operation: str, buf: torch.Tensor) -> Transfer:
+    def _start(self, operation: str, buf: torch.Tensor, issue: Callable[[Any], Any]) -> Transfer:
         self._check(buf)
         group = self._group
         if group is None:
             raise LinkError(f"{operation} {self.peer}: the link is {self._ended}")
         try:
             with self._queue.issuing():
-                work = (group.send if operation == "send to" else group.recv)([buf], self._other, 0)
+                work = issue(group)
             marker = self._queue.marker(work)
         except RuntimeError as error:
             raise link_error(error, operation, self.peer) from error
@@ -238,7 +251,11 @@ def connect_nccl(store: PrefixStore, side: int, device: torch.device, timeout: f
         group.eager_connect_single_device(device)
         link = NcclLink(group, 1 - side, device=device, peer=peer)
         unfinished.append(link)
-        warm_up(link, side, timeout)
+        try:
+            warm_up(link, side, timeout)
+        except BaseException:
+            link.abort()
+            raise
         return link
 
     try:

@@ -169,7 +169,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule(error=st.sampled_from([None, None, OSError("producer")]))
     def close(self, error):
-        self.queue.close(error)
+        self.queue.close(error=error)
         self.closed = True
         if self.error is None:
             self.error = error

@@ -70,15 +70,13 @@ PATHS = list(_paths(WIRE))
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(st.sampled_from(PATHS), JSON_VALUES)
 def test_wire_any_value_anywhere_is_a_ref_or_a_wire_format_error(path, value):
-    wire = copy.deepcopy(WIRE)
-    target = {"root": wire}
-    for step, following in zip(("root", *path), path, strict=False):
-        target = target[step] if step != "root" else wire
-        del following
-    if path:
-        target[path[-1]] = value
-    else:
-        wire = value
+    holder = {"wire": copy.deepcopy(WIRE)}
+    *parents, last = ("wire", *path)
+    target = holder
+    for step in parents:
+        target = target[step]
+    target[last] = value
+    wire = holder["wire"]
     try:
         ref = SampleRef.from_wire(wire)
     except WireFormatError:

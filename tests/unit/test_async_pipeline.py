@@ -7,6 +7,13 @@ import threading
 
 import pytest
 import torch
+
+from nccl_stream.async_pipeline import AsyncFeaturePipeline, PromptBatch, PromptSource
+from nccl_stream.errors import CapacityError, ConfigError, PeerLostError, ProducerFailedError
+from nccl_stream.loader import FeatureDataLoader
+from nccl_stream.producer import FeatureProducer
+from nccl_stream.queue import SampleRefQueue
+from nccl_stream.stores.local import LocalFeatureStore
 from tests.unit.pipeline_support import (
     DEADLINE_S,
     Background,
@@ -19,13 +26,6 @@ from tests.unit.pipeline_support import (
     sample_bytes,
     wait_until,
 )
-
-from nccl_stream.async_pipeline import AsyncFeaturePipeline, PromptBatch, PromptSource
-from nccl_stream.errors import CapacityError, ConfigError, PeerLostError, ProducerFailedError
-from nccl_stream.loader import FeatureDataLoader
-from nccl_stream.producer import FeatureProducer
-from nccl_stream.queue import SampleRefQueue
-from nccl_stream.stores.local import LocalFeatureStore
 
 THREAD = "streaming-async-producer"
 
@@ -155,9 +155,10 @@ def test_start_is_idempotent_while_alive_and_refused_afterwards(rig):
     gate = threading.Event()
     rig.target.on_forward = lambda n: gate.wait(DEADLINE_S)
     pipeline = rig.pipeline(prompts(2))
+    before = set(threading.enumerate())
     pipeline.start()
     pipeline.start()
-    assert [thread.name for thread in threading.enumerate()].count(THREAD) == 1
+    assert [thread.name for thread in set(threading.enumerate()) - before] == [THREAD]
     gate.set()
     pipeline.join(DEADLINE_S)
     with pytest.raises(RuntimeError, match="single-use"):
@@ -321,11 +322,12 @@ def test_sample_that_can_never_fit_is_an_error_on_both_sides_at_once():
 
 def test_loader_that_closes_early_ends_a_blocked_pipeline_without_an_error():
     rig = Rig(small_store(10))
+    before = set(threading.enumerate())
     with rig.pipeline(prompts(1000), poll_interval=0.01) as pipeline:
         with rig.loader() as loader:
             next(loader)
         pipeline.join(DEADLINE_S)
-        assert not any(thread.name == THREAD for thread in threading.enumerate())
+        assert not any(thread.name == THREAD for thread in set(threading.enumerate()) - before)
     left = [rig.queue.acquire(0) for _ in range(rig.queue.pending_count())]
     assert rig.resident == len(left) * sample_bytes()
 

@@ -6,8 +6,10 @@ import pytest
 
 from nccl_stream.errors import ClosedError
 from nccl_stream.queue import SampleRefQueue
+from nccl_stream.store import StoreHealth
 from nccl_stream.stores.local import LocalFeatureStore
 from nccl_stream.testing.store_suite import make_sample
+from tests.unit.helpers import make_ref
 
 POLL = 0.002
 SIZE = sum(tensor.numel() * tensor.element_size() for tensor in make_sample().values())
@@ -204,6 +206,24 @@ def test_put_dead_letters_do_not_hold_the_producers_for_ever():
     scene.queue.fail(scene.queue.acquire())
     scene.queue.put_blocks_until_below(scene.make("b"), abort_when=scene.paused.is_set)
     assert scene.queue.pending_count() == 1
+
+
+@pytest.mark.parametrize(
+    ("resident_bytes", "sample_count"),
+    [(2 * 320, 0), (3 * 320, 2)],
+    ids=["store-that-counts-no-samples", "store-whose-samples-are-larger-than-their-tensors"],
+)
+def test_put_recognizes_its_own_sample_and_the_dead_ones_by_bytes_or_by_count(resident_bytes, sample_count):
+    class Store(LocalFeatureStore):
+        def health(self):
+            return StoreHealth(resident_bytes, 1000, sample_count, True, False)
+
+    queue = SampleRefQueue(Store(), max_redeliveries=0)
+    queue.put(make_ref("dead"))
+    queue.fail(queue.acquire())
+    looks = []
+    queue.put_blocks_until_below(make_ref("own"), POLL, abort_when=lambda: looks.append(1) or len(looks) > 3)
+    assert queue.statistics().pauses == 0
 
 
 def test_put_never_holds_while_a_consumer_waits_with_nothing():

@@ -11,10 +11,11 @@ import torch
 
 from nccl_stream.errors import ClosedError, LinkError, LinkTimeoutError, MisuseError
 from nccl_stream.testing.link_suite import WAIT_S, Recorder
-from nccl_stream.testing.nccl_double import connected_links
+from nccl_stream.testing.nccl_double import DoubleGroup, DoubleQueue, DoubleWork, Fabric, connected_links
+from nccl_stream.transport import nccl_group
 from nccl_stream.transport.engine import TransferEngine
 from nccl_stream.transport.link import Link, Transfer
-from nccl_stream.transport.nccl_group import quiet_watchdog, within
+from nccl_stream.transport.nccl_group import NcclLink, connect_nccl, quiet_watchdog, within
 
 
 class Clock:
@@ -265,6 +266,94 @@ def test_error_found_at_the_end_of_an_operation_is_not_a_success(double):
     work._error = "unhandled system error"
     with pytest.raises(LinkError, match="unhandled"):
         transfer.done()
+
+
+@pytest.fixture
+def nccl_without_gpu(monkeypatch):
+    """The bring-up of NCCL links with the communicator and the device replaced."""
+    fabric = Fabric()
+
+    class Group(DoubleGroup):
+        def eager_connect_single_device(self, device):
+            self.calls.append(f"connect {device}")
+
+    groups = [Group(fabric, rank) for rank in (0, 1)]
+    monkeypatch.setattr(nccl_group, "_construct", lambda store, side: groups[side])
+    monkeypatch.setattr(nccl_group, "_CudaQueue", lambda device: DoubleQueue())
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    return groups
+
+
+def test_connect_nccl_warms_up_and_gives_a_working_link(nccl_without_gpu):
+    links = [None, None]
+
+    def connect(side):
+        links[side] = connect_nccl(None, side, torch.device("cpu"), WAIT_S, peer="p")
+
+    threads = [threading.Thread(target=connect, args=(side,)) for side in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert all(group.calls == ["connect cpu"] for group in nccl_without_gpu)
+    out = buf(8)
+    receiving = links[1].recv(out)
+    links[0].send(buf(8, 6)).wait(WAIT_S)
+    receiving.wait(WAIT_S)
+    assert out.tolist() == [6] * 8
+
+
+def test_connect_nccl_peer_that_never_warms_up_is_a_timeout_and_leaves_nothing(nccl_without_gpu):
+    with pytest.raises(LinkTimeoutError, match="draft 9"):
+        connect_nccl(None, 0, torch.device("cpu"), 0.1, peer="draft 9")
+    until(lambda: "abort" in nccl_without_gpu[0].calls)
+
+
+def test_connect_nccl_hanging_communicator_is_a_timeout_and_is_aborted_when_it_comes(nccl_without_gpu):
+    hold = threading.Event()
+    nccl_without_gpu[0].eager_connect_single_device = lambda device: hold.wait(WAIT_S)
+    with pytest.raises(LinkTimeoutError, match="draft 9"):
+        connect_nccl(None, 0, torch.device("cpu"), 0.1, peer="draft 9")
+    assert nccl_without_gpu[0].calls == []
+    hold.set()
+    until(lambda: "abort" in nccl_without_gpu[0].calls)
+
+
+def test_connect_nccl_refusal_is_a_link_error(nccl_without_gpu):
+    def refuse(device):
+        raise RuntimeError("[/src/NCCLUtils.cpp:93] NCCL error: unhandled cuda error")
+
+    nccl_without_gpu[0].eager_connect_single_device = refuse
+    with pytest.raises(LinkError, match="draft 9 failed: NCCL error"):
+        connect_nccl(None, 0, torch.device("cpu"), WAIT_S, peer="draft 9")
+
+
+def test_exchange_is_one_group_with_one_work():
+    class Group:
+        def __init__(self):
+            self.calls = []
+            self.work = DoubleWork(Fabric(), buf(), True)
+
+        def _start_coalescing(self):
+            self.calls.append("start")
+
+        def _end_coalescing(self):
+            self.calls.append("end")
+            return self.work
+
+        def send(self, tensors, peer, tag):
+            self.calls.append(("send", peer, tensors[0][0].item()))
+
+        def recv(self, tensors, peer, tag):
+            self.calls.append(("recv", peer, tensors[0][0].item()))
+
+    group = Group()
+    link = NcclLink(group, 0, device=torch.device("cpu"), peer="itself", queue=DoubleQueue())
+    transfer = link.exchange(buf(4, 1), buf(4, 2))
+    assert group.calls == ["start", ("send", 0, 1), ("recv", 0, 2), "end"]
+    assert not transfer.done()
+    group.work._on_device = True
+    assert transfer.done()
 
 
 def test_clean_close_flushes_and_abort_does_not(make_engine):

@@ -13,12 +13,22 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "launch"))
 from _report import Progress, books, bottleneck, summary, throughput
 from _text import ByteTokenizer, Windows, held_out_prompts
 
+BALANCED = {"put": 8, "acked": 7, "dropped": 1, "dead": 0, "lost": 0, "resident": 0, "bytes": 0, "paused_s": 0.0}
 
-def test_books_of_two_targets_are_added_and_judged() -> None:
-    one = {"put": 5, "acked": 4, "dropped": 1, "dead": 0, "lost": 0, "resident": 0}
-    other = {"put": 3, "acked": 3, "dropped": 0, "dead": 0, "lost": 0, "resident": 0}
-    assert books([one, other]) == "put 8 = acked 7 + dropped 1 + dead 0 + lost 0 + resident 0  (balanced)"
-    assert "NOT BALANCED: the outcomes sum to 7" in books([one, {**other, "acked": 2}])
+
+def test_books_are_judged() -> None:
+    assert books(BALANCED) == "put 8 = acked 7 + dropped 1 + dead 0 + lost 0 + resident 0  (balanced)"
+    assert "NOT BALANCED: the outcomes sum to 7" in books({**BALANCED, "dropped": 0})
+
+
+def test_idle_share_is_the_mean_over_targets_and_bytes_are_the_runs() -> None:
+    progress = Progress(total_steps=2, num_drafts=2, num_targets=2)
+    progress.begin()
+    progress.observe({**BALANCED, "bytes": 77, "paused_s": 1e9})
+    assert progress.idle_shares[-1][1] == 1.0
+    assert progress.bytes == 77
+    progress.observe(BALANCED)
+    assert progress.idle_shares[-1][1] == 0.0
 
 
 @pytest.mark.parametrize(
@@ -37,16 +47,17 @@ def test_throughput_counts_the_samples_of_all_drafts() -> None:
 
 
 def test_summary_compares_the_ends_of_the_run() -> None:
-    progress = Progress(total_steps=2, num_drafts=2)
+    progress = Progress(total_steps=2, num_drafts=2, num_targets=1)
     progress.begin()
     progress.accept(1.0, seconds=0.0)
     for loss in (3.0, 2.0):
-        progress.step(loss, waited_s=0.0, num_bytes=10, idle_share=0.9)
+        progress.step(loss, waited_s=0.0)
+    progress.observe({**BALANCED, "paused_s": 1e9})
     progress.accept(2.5, seconds=0.0)
-    text = summary(progress, [{"put": 4, "acked": 4}])
+    text = summary(progress, BALANCED)
     assert "loss        3.000 -> 2.000" in text
     assert "acceptance  1.00 -> 2.50" in text
-    assert "put 4 = acked 4" in text
+    assert "put 8 = acked 7" in text
     assert "bottleneck  the drafts" in text
 
 

@@ -6,6 +6,15 @@ from typing import ClassVar
 
 import pytest
 import torch
+
+from nccl_stream.errors import ConfigError, ProducerFailedError
+from nccl_stream.loader import FeatureDataLoader
+from nccl_stream.producer import FeatureProducer
+from nccl_stream.queue import Lease, SampleRefQueue, VisibilityTimeout
+from nccl_stream.refs import FeatureAlgorithm
+from nccl_stream.schema import FRAME_ATTRIBUTE, NORM_ATTRIBUTE
+from nccl_stream.stores.local import LocalFeatureStore
+from nccl_stream.target import Eagle3TargetBatch
 from tests.unit.pipeline_support import (
     SEQ,
     Background,
@@ -16,14 +25,6 @@ from tests.unit.pipeline_support import (
     prompt,
     wait_until,
 )
-
-from nccl_stream.errors import ConfigError, ProducerFailedError
-from nccl_stream.loader import FeatureDataLoader
-from nccl_stream.producer import FeatureProducer
-from nccl_stream.queue import Lease, SampleRefQueue, VisibilityTimeout
-from nccl_stream.refs import FeatureAlgorithm
-from nccl_stream.stores.local import LocalFeatureStore
-from nccl_stream.target import Eagle3TargetBatch
 
 PACKING = ("position_ids", "seq_lens", "doc_remaining")
 
@@ -222,10 +223,14 @@ def test_lease_is_renewed_while_a_long_step_uses_the_sample(monkeypatch):
     assert rig.queue.statistics().acked == 2
 
 
-def test_renewing_ends_with_the_sample_the_loader_or_its_last_reference(rig):
-    def renewers() -> list[threading.Thread]:
-        return [thread for thread in threading.enumerate() if thread.name == "feature-loader-leases"]
+@pytest.fixture
+def renewers():
+    """Returns a function that lists the renewing threads this test has started and that still run."""
+    before = set(threading.enumerate())
+    return lambda: [t for t in threading.enumerate() if t.name == "feature-loader-leases" and t not in before]
 
+
+def test_renewing_ends_with_the_loader_or_its_last_reference(rig, renewers):
     rig.fill(3, close=False)
     first = FeatureDataLoader(rig.queue, rig.store)
     next(first)
@@ -240,11 +245,11 @@ def test_renewing_ends_with_the_sample_the_loader_or_its_last_reference(rig):
     wait_until(lambda: renewers() == [], "the end of an abandoned loader's thread")
 
 
-def test_drained_iteration_leaves_no_thread_without_close(rig):
+def test_drained_iteration_leaves_no_thread_without_close(rig, renewers):
     rig.fill(1)
     loader = FeatureDataLoader(rig.queue, rig.store)
     assert len(list(loader)) == 1
-    assert not any(thread.name == "feature-loader-leases" for thread in threading.enumerate())
+    assert renewers() == []
 
 
 def test_raw_acquire_expires_although_a_loader_lives():
@@ -279,10 +284,19 @@ def bad_schema_ref(rig: Rig, **changes):
         {"schema_version": 99},
         {"extra": {"target_probs": torch.zeros(1, SEQ, 2), "position_mask": torch.ones(1, SEQ, 1, dtype=torch.bool)}},
         {"extra": {"seq_lens": torch.tensor([[SEQ]])}},
+        {
+            "without": ("logits",),
+            "extra": {"last_hidden_states": torch.zeros(1, SEQ, 4)},
+            "schema_version": 2,
+            "attributes": {NORM_ATTRIBUTE: "post", FRAME_ATTRIBUTE: "shifted"},
+        },
     ],
-    ids=["no supervision", "version", "two supervisions", "partial packing"],
+    ids=["no supervision", "version", "two supervisions", "partial packing", "supervision without a batch"],
 )
-def test_ref_with_a_bad_schema_raises_once_and_is_gone_with_its_bytes(rig, changes):
+def test_ref_with_a_bad_schema_raises_once_and_is_gone_with_its_bytes(rig, changes, monkeypatch):
+    gets, get = [], rig.store.get
+    # Keeps every handle alive, so that only a release ends it.
+    monkeypatch.setattr(rig.store, "get", lambda ref: gets.append(get(ref)) or gets[-1])
     rig.queue.put(bad_schema_ref(rig, **changes))
     rig.fill(1)
     loader = FeatureDataLoader(rig.queue, rig.store)
@@ -290,6 +304,7 @@ def test_ref_with_a_bad_schema_raises_once_and_is_gone_with_its_bytes(rig, chang
         next(loader)
     assert (rig.queue.pending_count(), rig.queue.outstanding_count(), rig.resident) == (1, 0, 1)
     assert [fill_of(batch) for batch in loader] == [1]
+    assert rig.resident == 0
 
 
 def test_feature_that_is_not_read_is_freed_with_its_sample(rig):
@@ -368,7 +383,7 @@ def test_step_mode_ends_with_samples_in_hand_and_close_returns_them(rig):
     assert [fill_of(batch) for batch in FeatureDataLoader(other.queue, other.store)] == [1, 2]
 
 
-def test_padding_lease_becomes_a_harmless_batch_that_touches_no_store(rig):
+def test_padding_lease_becomes_a_harmless_batch_that_touches_no_store(rig, caplog):
     template = bad_schema_ref(rig, extra=dict(zip(PACKING, packed_prompt([5, 3])[3:], strict=True)))
     rig.store.discard(template)
 
@@ -383,7 +398,7 @@ def test_padding_lease_becomes_a_harmless_batch_that_touches_no_store(rig):
 
         def ack_many(self, leases):
             self.acked.extend(leases)
-            return len(leases)
+            return 0  # nothing was delivered, so nothing is live
 
     queue = PaddingQueue()
     loader = FeatureDataLoader(queue, rig.store)
@@ -397,6 +412,7 @@ def test_padding_lease_becomes_a_harmless_batch_that_touches_no_store(rig):
         assert (tuple(tensor.shape), tensor.dtype) == (spec.shape, spec.dtype)
     loader.consume_now()
     assert len(queue.acked) == 1
+    assert caplog.text == ""
 
 
 def test_close_from_another_thread_ends_a_waiting_loader(rig):
@@ -417,15 +433,16 @@ def test_sample_that_arrives_while_the_loader_is_closed_is_handed_back(rig, monk
     assert rig.queue.acquire().redelivery_count == 0
 
 
-def test_failing_ack_still_closes_everything(rig, monkeypatch):
+def test_failing_ack_still_closes_everything(rig, monkeypatch, renewers):
     rig.fill(1, close=False)
     loader = FeatureDataLoader(rig.queue, rig.store)
     next(loader)
+    assert len(renewers()) == 1
     monkeypatch.setattr(rig.queue, "ack_many", lambda leases: (_ for _ in ()).throw(ConnectionError("gone")))
     with pytest.raises(ConnectionError):
         loader.close()
     assert rig.queue.is_closed
-    assert not any(thread.name == "feature-loader-leases" for thread in threading.enumerate())
+    assert renewers() == []
 
 
 def test_two_loaders_share_a_queue_without_losing_or_doubling(rig):

@@ -2,13 +2,23 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.unit.pipeline_support import HIDDEN, SEQ, VOCAB, Background, FakeTarget, packed_prompt, prompt, sample_bytes, wait_until
 
 from nccl_stream.errors import CapacityError, MisuseError, SchemaError, SpecMismatchError
 from nccl_stream.producer import FeatureProducer
 from nccl_stream.refs import FeatureAlgorithm, FeatureSpec
 from nccl_stream.stores.local import LocalFeatureStore
 from nccl_stream.target import Eagle3TargetBatch
+from tests.unit.pipeline_support import (
+    HIDDEN,
+    SEQ,
+    VOCAB,
+    Background,
+    FakeTarget,
+    packed_prompt,
+    prompt,
+    sample_bytes,
+    wait_until,
+)
 
 
 @pytest.fixture

@@ -224,6 +224,25 @@ def test_fault_6_a_producer_that_fails_is_an_error_for_the_consumer_not_a_normal
         assert seen == ["a", "b"]
 
 
+def test_fault_6_the_producers_error_does_not_wait_for_another_consumers_lease(store):
+    queue = SampleRefQueue(store)
+    queue.put(make_ref("a"))
+    queue.acquire(owner="another")
+    queue.close(error=OSError("producer"))
+    errors = []
+
+    def consume():
+        try:
+            queue.acquire(1000)
+        except ProducerFailedError as error:
+            errors.append(error)
+
+    consumer = threading.Thread(target=consume, daemon=True)
+    consumer.start()
+    consumer.join(20)
+    assert len(errors) == 1
+
+
 def test_fault_6_a_producer_can_wait_for_a_count_cap():
     with LocalFeatureStore(max_samples=1) as store:
         ref = store.put("a", make_sample(), "run")
@@ -346,6 +365,9 @@ def test_fault_14_records_of_past_leases_do_not_pile_up(store):
     for index in range(3000):
         queue.put(make_ref(f"s{index}"))
         queue.ack(queue.acquire(0))
+    # The oldest lease is still live, so nothing behind it comes up to be skipped.
+    assert len(queue._table._deadlines) < 200
+    for index in range(3000):
         queue.extend(held, 1000 + index)
     assert len(queue._table._deadlines) < 200
     assert queue.reclaim_expired() == 0

@@ -392,6 +392,16 @@ def test_deadline_counts_from_the_last_progress() -> None:
     assert buffer.has_chunk_ready()
 
 
+def test_deadline_of_an_item_in_pieces_counts_from_its_registration() -> None:
+    clock = Clock()
+    buffer = make(FixedChunkPolicy(10), joiner=tuple, arrival_timeout=30.0, clock=clock)
+    clock.now += 1000
+    buffer.pre_read_register_joined(["p", "q"])
+    assert not buffer.has_chunk_ready()
+    clock.now += 30
+    assert buffer.has_chunk_ready()
+
+
 def test_later_arrivals_do_not_extend_the_wait_for_an_earlier_item() -> None:
     clock = Clock()
     buffer = make(FixedChunkPolicy(10), arrival_timeout=30.0, clock=clock)

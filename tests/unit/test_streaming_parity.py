@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.unit.pipeline_support import packed_prompt
 
 from nccl_stream.async_pipeline import AsyncFeaturePipeline
 from nccl_stream.loader import FeatureDataLoader
@@ -12,6 +11,7 @@ from nccl_stream.producer import FeatureProducer
 from nccl_stream.queue import SampleRefQueue
 from nccl_stream.stores.local import LocalFeatureStore
 from nccl_stream.target import HFEagle3TargetModel
+from tests.unit.pipeline_support import packed_prompt
 
 transformers = pytest.importorskip("transformers")
 

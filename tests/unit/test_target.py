@@ -7,12 +7,12 @@ from dataclasses import fields
 
 import pytest
 import torch
-from tests.unit.pipeline_support import Background, FakeTarget, packed_prompt
 from torch import nn
 
 from nccl_stream.errors import ConfigError, SchemaError
 from nccl_stream.refs import FeatureAlgorithm
 from nccl_stream.target import Eagle3TargetBackend, Eagle3TargetBatch, HFEagle3TargetModel
+from tests.unit.pipeline_support import Background, FakeTarget, packed_prompt
 
 transformers = pytest.importorskip("transformers")
 

@@ -1,0 +1,156 @@
+"""What the processes of a test stream do. Runs in children only; told what to do by a dict (see the functions)."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import nccl_stream
+from nccl_stream.config import StreamConfig
+from nccl_stream.errors import ClosedError
+
+torch.set_num_threads(1)
+
+
+def keep_store(spec, journal):
+    """Serve a TCPStore until killed."""
+    store = dist.TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30), multi_tenant=False
+    )
+    journal.say("port", port=store.port)
+    while True:
+        time.sleep(1.0)
+
+
+def sample(number, width):
+    """A sample whose every feature is filled with its number; equal shapes for all numbers of the same residue."""
+    seq = 8 + number % 3
+    return {
+        "aux_hidden_states": torch.full((1, seq, 3 * width), float(number)),
+        "input_ids": torch.full((1, seq), number),
+        "attention_mask": torch.ones(1, seq, dtype=torch.long),
+        "loss_mask": torch.ones(1, seq, dtype=torch.long),
+        "logits": torch.full((1, seq, width), float(-number), dtype=torch.bfloat16),
+    }
+
+
+def number_of(index, rank, targets):
+    """Number of a target's sample; exact in bfloat16 up to 256 only, so tests stay below."""
+    return index * targets + rank
+
+
+def check(tensors, number, width):
+    """Whether the sample holds its own values and nobody else's."""
+    expected = sample(number, width)
+    return tensors.keys() == expected.keys() and all(torch.equal(tensors[name], expected[name]) for name in expected)
+
+
+def wait_gate(spec, name):
+    path = Path(spec["gates"]) / f"gate-{name}"
+    while not path.exists():
+        time.sleep(0.02)
+
+
+def join(spec, role, journal):
+    stream = nccl_stream.connect(
+        f"tcp://127.0.0.1:{spec['port']}",
+        run_id=spec["run_id"],
+        role=role,
+        rank=spec["rank"],
+        num_targets=spec["targets"],
+        num_drafts=spec["drafts"],
+        config=StreamConfig(**spec["config"]),
+    )
+    journal.say("connected", inc=stream._node.inc)
+    return stream
+
+
+def say_books(stream, journal):
+    statistics = stream.statistics()
+    journal.say("books", balanced=statistics.balanced, owners=statistics.owners, **dict(statistics))
+
+
+def target(spec, journal):
+    """Put ``samples`` samples ``pace`` seconds apart; ``raise_at``: fail before that one; ``gate_at``: (index, gate).
+
+    ``after``: gate to wait for between the last put and leaving.
+    """
+    with join(spec, "target", journal) as stream:
+        for index in range(spec["samples"]):
+            if index == spec.get("raise_at"):
+                raise ZeroDivisionError("the target's own code is wrong")
+            if index == spec.get("gate_at", (None, ""))[0]:
+                wait_gate(spec, spec["gate_at"][1])
+            number = number_of(index, spec["rank"], spec["targets"])
+            ref = stream.store.put(f"s{number}", sample(number, spec["width"]), stream.run_id)
+            try:
+                stream.queue.put_blocks_until_below(ref)
+            except ClosedError as exc:
+                journal.say("closed", text=str(exc))
+                break
+            journal.say("put", number=number)
+            time.sleep(spec.get("pace", 0.0))
+        stream.queue.close()
+        journal.say("all put")
+        if "after" in spec:
+            wait_gate(spec, spec["after"])
+    journal.say("own books", **vars(stream._side.books()), resident_ids=stream._side.resident_ids())
+
+
+def draft(spec, journal):
+    """Consume until the end, ``pace`` seconds per sample.
+
+    ``max_steps``: leave after so many samples; ``hold``: keep so many tensors alive and look at them again before
+    dropping them; ``raise_at``: fail with that sample in hand; ``stall_at``: (count, gate) wait with a lease in hand; ``linger``: gate to wait for before leaving.
+    """
+    with join(spec, "draft", journal) as stream:
+        stream.on_lost(lambda ids: journal.say("lost", ids=list(ids)))
+        consume(spec, journal, stream)
+        journal.say("drained")
+        if "linger" in spec:
+            wait_gate(spec, spec["linger"])
+        if spec.get("books", True) and "max_steps" not in spec:
+            stream.wait_ended(20.0)
+            say_books(stream, journal)
+
+
+def consume(spec, journal, stream):
+    held = deque()
+    taken = 0
+    while taken < spec.get("max_steps", 1 << 30):
+        lease = stream.queue.acquire(1.0)
+        if lease is None:
+            if stream.queue.is_drained:
+                break
+            continue
+        if getattr(lease, "is_padding", False):
+            journal.say("padding")
+            stream.queue.ack(lease)
+            taken += 1
+            continue
+        tensors, handle = stream.store.get(lease.ref)
+        number = int(lease.ref.sample_id.removeprefix("s"))
+        if not check(tensors, number, spec["width"]):
+            raise AssertionError(f"sample {number} holds foreign values")
+        journal.say("got", number=number)
+        if taken == spec.get("raise_at"):
+            raise ZeroDivisionError("the trainer's own code is wrong")
+        if taken == spec.get("stall_at", (None, ""))[0]:
+            wait_gate(spec, spec["stall_at"][1])
+        time.sleep(spec.get("pace", 0.0))
+        stream.queue.ack(lease)
+        journal.say("acked", number=number)
+        held.append((tensors, number))
+        stream.store.release(handle)
+        del tensors
+        taken += 1
+        while len(held) > spec.get("hold", 0):
+            old, value = held.popleft()
+            if not check(old, value, spec["width"]):
+                raise AssertionError(f"sample {value} changed while it was held")
+            del old

@@ -1,0 +1,82 @@
+"""A target rank that is killed: what was delivered is used, what was not is reported, and the books balance."""
+
+import pytest
+
+from tests.distributed.harness import Run
+
+pytestmark = pytest.mark.distributed
+
+
+# Samples of up to 72 KiB in arenas that hold six: when a target dies, some of its samples are still with it.
+LARGE = {"max_sample_bytes": 80 << 10, "arena_bytes": 440 << 10}
+WIDTH = 512
+
+
+def own(rank, targets, samples):
+    return set(range(rank, targets * samples, targets))
+
+
+@pytest.mark.parametrize(
+    ("drafts", "end", "assignment"), [(2, "ragged", "demand"), (2, "drop", "demand"), (3, "drop", "static")]
+)
+def test_killed_target_is_accounted_for(tmp_path, drafts, end, assignment):
+    targets, samples = 2, 40
+    config = {"end": end, "assignment": assignment, **LARGE}
+    with Run(tmp_path, targets=targets, drafts=drafts, config=config, samples=samples, width=WIDTH) as run:
+        (victim, survivor), takers = run.start_all(target={"gate_at": (samples - 1, "news")}, draft={"pace": 0.02})
+        run.wait_got(takers[0], 5)
+        victim.kill()
+        run.wait_for("everybody to learn what was lost", lambda: all(worker.lost for worker in takers))
+        run.open_gate("news")
+        run.wait_ended(survivor, *takers)
+        assert [worker.error for worker in (survivor, *takers)] == [None] * (1 + drafts)
+        acked = {number for worker in takers for number in worker.acked}
+        assert sum(len(worker.acked) for worker in takers) == len(acked)
+        lost = {int(sample_id[1:]) for sample_id in takers[0].lost}
+        assert all(sorted(worker.lost) == sorted(takers[0].lost) for worker in takers)
+        assert lost <= own(0, targets, samples)
+        assert not lost & acked, "a sample is reported lost and was used"
+        books = takers[0].books
+        assert books["balanced"]
+        assert books["put"] == samples + len(victim.said("put"))
+        assert books["resident"] == 0
+        assert books["lost"] == len(lost)
+        assert books["acked"] == len(acked)
+        put = {entry["number"] for owner in (victim, survivor) for entry in owner.said("put")}
+        missing = put - acked - lost
+        assert len(missing) == books["dropped"]
+        if end == "ragged":
+            assert not missing
+        else:
+            assert len(missing) <= targets * (drafts - 1)
+            assert len({len(worker.got) for worker in takers}) == 1
+
+
+@pytest.mark.parametrize("end", ["ragged", "drop"])
+def test_all_targets_killed_is_an_error_on_every_draft(tmp_path, end):
+    with Run(tmp_path, targets=2, drafts=2, config={"end": end, **LARGE}, samples=60, width=WIDTH) as run:
+        owners, takers = run.start_all(draft={"pace": 0.02})
+        run.wait_got(takers[1], 5)
+        for owner in owners:
+            owner.kill()
+        run.wait_ended(*takers)
+        for taker in takers:
+            assert taker.error is not None, "the end looked clean"
+            assert taker.error["type"] == "SamplesLostError"
+            assert taker.error["sample_ids"]
+            assert not taker.said("drained")
+        if end == "drop":
+            assert len(takers[0].got) == len(takers[1].got)
+
+
+def test_loss_raises_at_once_when_asked(tmp_path):
+    config = {"end": "drop", "on_loss": "raise", **LARGE}
+    with Run(tmp_path, targets=2, drafts=2, config=config, samples=60, width=WIDTH) as run:
+        (victim, survivor), takers = run.start_all(draft={"pace": 0.01})
+        run.wait_got(takers[0], 5)
+        victim.kill()
+        run.wait_ended(survivor, *takers)
+        for taker in takers:
+            assert taker.error is not None
+            assert taker.error["type"] == "SamplesLostError"
+            assert len(taker.got) == len(takers[0].got)

@@ -1,0 +1,65 @@
+"""A draft job that is killed and started again goes on with the targets that stayed up."""
+
+import pytest
+
+from tests.distributed.harness import Run
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.mark.parametrize(("end", "assignment"), [("ragged", "demand"), ("drop", "static")])
+def test_killed_draft_job_goes_on_when_started_again(tmp_path, end, assignment):
+    config = {"end": end, "assignment": assignment, "draft_restart_timeout": 60.0}
+    with Run(tmp_path, targets=2, drafts=2, config=config, samples=40) as run:
+        owners, takers = run.start_all(draft={"pace": 0.02})
+        run.wait_got(takers[0], 5)
+        run.wait_got(takers[1], 5)
+        for taker in takers:
+            taker.kill()
+        again = [run.draft(rank, life=1) for rank in range(2)]
+        run.wait_ended(*owners, *again)
+        assert [worker.error for worker in (*owners, *again)] == [None] * 4
+        acked = [number for worker in again for number in worker.acked]
+        assert len(acked) == len(set(acked))
+        books = again[0].books
+        assert books["balanced"]
+        assert books["put"] == 80
+        assert books["lost"] == books["dead"] == books["resident"] == 0
+        before = {number for worker in takers for number in worker.acked}
+        missing = set(range(80)) - set(acked) - before
+        assert len(missing) <= books["dropped"] <= 2
+        # Only what the killed ranks had acked and not yet told may come a second time.
+        assert books["acked"] == 80 - books["dropped"]
+        if end == "drop":
+            assert len(again[0].got) == len(again[1].got)
+
+
+def test_one_rank_of_independent_drafts_restarts(tmp_path):
+    config = {"end": "ragged", "draft_restart_timeout": 60.0}
+    with Run(tmp_path, targets=2, drafts=2, config=config, samples=60) as run:
+        owners, (victim, other) = run.start_all(draft={"pace": 0.05})
+        run.wait_got(victim, 5)
+        victim.kill()
+        again = run.draft(0, life=1)
+        run.wait_ended(*owners, other, again)
+        assert [worker.error for worker in (*owners, other, again)] == [None] * 4
+        assert again.got, "the new incarnation was given nothing"
+        assert {number for worker in (victim, other, again) for number in worker.acked} == set(range(120))
+        books = other.books
+        assert books["balanced"]
+        assert books["acked"] == books["put"] == 120
+
+
+def test_draft_job_that_does_not_come_back_is_given_up(tmp_path):
+    config = {"end": "drop", "draft_restart_timeout": 1.0}
+    with Run(tmp_path, targets=2, drafts=2, config=config, samples=40) as run:
+        owners, takers = run.start_all(draft={"pace": 0.02})
+        run.wait_got(takers[0], 5)
+        for taker in takers:
+            taker.kill()
+        run.wait_ended(*owners)
+        for owner in owners:
+            assert owner.error is None
+            books = owner.said("own books")[-1]
+            assert books["resident"] == len(books["resident_ids"]) > 0
+            assert books["put"] == books["acked"] + books["resident"]

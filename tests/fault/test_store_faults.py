@@ -1,0 +1,43 @@
+"""The store's host is killed or freezes: every process raises a named error within its deadline, none hangs."""
+
+import signal
+
+import pytest
+
+from tests.distributed.harness import DEATH, PATIENCE, Run
+
+pytestmark = pytest.mark.distributed
+
+
+def fault(run, number):
+    run.store.signal(number)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
+@pytest.mark.parametrize("end", ["ragged", "drop"])
+def test_every_rank_says_that_the_store_is_gone(tmp_path, number, end):
+    with Run(tmp_path, targets=2, drafts=2, config={"end": end}, samples=250) as run:
+        # Each kind of rank in each kind of wait: putting and paced, waiting for outcomes, consuming, waiting for work.
+        owners = [run.target(0, pace=0.05), run.target(1, gate_at=(20, "never"))]
+        takers = [run.draft(0, pace=0.05), run.draft(1)]
+        run.wait_for("target 1 to stand at its gate", lambda: len(owners[1].said("put")) == 20)
+        run.wait_got(takers[0], 5)
+        fault(run, number)
+        run.open_gate("never")
+        run.wait_ended(*owners, *takers, timeout=DEATH + PATIENCE / 2)
+        for worker in (*owners, *takers):
+            assert worker.error is not None, f"{worker.name} ended as if all were well"
+            assert worker.error["type"] == "ControlStoreError", worker.error
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
+def test_store_that_goes_away_while_ranks_connect(tmp_path, number):
+    with Run(tmp_path, targets=1, drafts=2, config={"connect_timeout": 8.0}, samples=1) as run:
+        there = [run.target(0), run.draft(0)]
+        run.wait_for("the ranks to be joining", lambda: all(w.log.exists() and w.log.stat().st_size for w in there))
+        fault(run, number)
+        late = run.draft(1)
+        run.wait_ended(*there, late)
+        for worker in (*there, late):
+            assert worker.error is not None
+            assert worker.error["type"] == "ControlStoreError", worker.error
