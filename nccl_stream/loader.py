@@ -18,6 +18,7 @@ from nccl_stream.queue import Lease, SampleRefQueue
 from nccl_stream.refs import FeatureAlgorithm
 from nccl_stream.schema import schema_of, validate_ref
 from nccl_stream.store import FeatureStore, StoreHandle
+from nccl_stream.vocab import VOCABULARY_ATTRIBUTE, DraftVocabulary
 
 __all__ = ["FeatureDataLoader"]
 
@@ -58,6 +59,7 @@ class FeatureDataLoader:
         ack: ``"next"`` acks a sample on the next pull. ``"step"`` keeps all samples until :meth:`step`, called after
             the optimizer's step, so that a death in the middle of gradient accumulation brings them again; iteration
             then also ends while samples are held here, and they are acked by a last :meth:`step`.
+        vocabulary: The draft vocabulary of this side. Samples over another one are refused.
 
     Raises:
         ConfigError: (a ``ValueError``) an ``acquire_poll_interval`` that is not positive, or another ``ack``.
@@ -71,6 +73,7 @@ class FeatureDataLoader:
         acquire_poll_interval: float = 0.05,
         *,
         ack: Literal["next", "step"] = "next",
+        vocabulary: DraftVocabulary | None = None,
     ) -> None:
         if not acquire_poll_interval > 0:
             raise ConfigError(
@@ -83,6 +86,7 @@ class FeatureDataLoader:
         self._algorithm = FeatureAlgorithm.EAGLE3 if algorithm is None else algorithm
         self._poll_interval = acquire_poll_interval
         self._ack_on_next = ack == "next"
+        self._vocabulary = vocabulary
         self._lock = threading.Lock()
         self._held: list[_Held] = []
         self._closed = False
@@ -109,7 +113,8 @@ class FeatureDataLoader:
         Raises:
             StopIteration: The queue is drained, or the loader closed.
             ProducerFailedError: The producing side failed, and what it had produced is consumed.
-            MisuseError: (a ``ValueError``) the ref is for another algorithm; it stays in the queue.
+            MisuseError: (a ``ValueError``) the ref is for another algorithm, or over another draft vocabulary; it stays
+                in the queue.
             SchemaError: (a ``ValueError``) the ref breaks its schema; it and its stored sample are dropped for good.
             Exception: What the store raised; the lease is failed, so the sample comes again.
         """
@@ -257,6 +262,8 @@ class FeatureDataLoader:
             tensors = schema_of(ref.algorithm).padding(ref, device)
             return batch_of(ref.algorithm, tensors, attributes=ref.attributes), None
         validate_ref(ref)
+        if self._vocabulary is not None and VOCABULARY_ATTRIBUTE in ref.attributes:
+            self._vocabulary.require_same(ref.attributes[VOCABULARY_ATTRIBUTE], f"the target of {ref.sample_id!r}")
         tensors, handle = self._store.get(ref)
         try:
             # A sample may carry more than the batch has fields for; it goes with the sample.
