@@ -33,6 +33,7 @@ from nccl_stream.coordination.obituaries import Obituaries
 from nccl_stream.coordination.rounds import EndDecision, Rounds
 from nccl_stream.errors import (
     CapacityError,
+    ConfigError,
     LinkError,
     NcclStreamError,
     PeerLostError,
@@ -41,6 +42,8 @@ from nccl_stream.errors import (
     SampleNotFoundError,
     SamplesLostError,
     SlotsHeldError,
+    SpecMismatchError,
+    VersionMismatchError,
     WireFormatError,
 )
 from nccl_stream.leases import FailOutcome, Lease, LeaseTable, VisibilityTimeout
@@ -188,6 +191,10 @@ class DraftSide:
         self._tasks.append(lambda documents: self._write_end(documents, decision))
         self.node.wake()
 
+    def find_end(self) -> None:
+        self._tasks.append(self._find_end)
+        self.node.wake()
+
     # -- LinkOwner -----------------------------------------------------------------------------------------------------
 
     def link_up(self, inc: str, gen: int) -> None:
@@ -230,8 +237,10 @@ class DraftSide:
         self.intake.transfer_over(delivery, ok=ok)
         self._changed()
 
-    def link_given_up(self, member: Member, reason: str) -> None:
-        logger.error("%s: no link from %s can be built: %s", self.node.inc, member.label, reason)
+    def link_given_up(self, member: Member, error: Exception) -> None:
+        logger.error("%s: no link from %s can be built: %s", self.node.inc, member.label, error)
+        if isinstance(error, VersionMismatchError | ConfigError):
+            self.on_fatal(error)
 
     # -- NodeHandler ---------------------------------------------------------------------------------------------------
 
@@ -284,7 +293,7 @@ class DraftSide:
             elif isinstance(message, Have):
                 self._early_haves.append((inc, message))
             elif isinstance(message, Go) and self.rounds is not None:
-                self.rounds.on_go(message)
+                self.rounds.on_go(inc, message)
             elif isinstance(message, End):
                 self._tasks.append(self._read_end)
             elif isinstance(message, Leaving):
@@ -367,9 +376,22 @@ class DraftSide:
     def _write_end(self, documents: ControlStore, decision: EndDecision) -> None:
         documents.compare_set(f"cohort/{self.cohort}/end", None, decision.to_wire())
         self._read_end(documents)
+        self._tell_end()
+
+    def _tell_end(self) -> None:
         for member in self.node.members():
             if member.gone is None and member.inc != self.node.inc:
                 self.node.send(member.inc, End(self.cohort))
+
+    def _find_end(self, documents: ControlStore) -> None:
+        if documents.get(f"cohort/{self.cohort}/end") is not None:
+            self._read_end(documents)
+            self._tell_end()
+            return
+        with self.cond:
+            if self.rounds is not None:
+                self.rounds.no_end()
+            self._changed()
 
     def _read_end(self, documents: ControlStore) -> None:
         try:
@@ -440,19 +462,15 @@ class DraftSide:
     # -- the owners' estates -------------------------------------------------------------------------------------------
 
     def _tell_estates(self) -> None:
-        alive = self.node.alive("draft")
-        if not alive:
-            return
-        for owner in self.obituaries.untold(alive[0].inc):
+        for owner in self.obituaries.untold():
             if self.intake.in_transfer(owner):
                 continue
-            held, acked = self.intake.estate(owner)
-            self.obituaries.told(owner, alive[0].inc)
-            estate = Estate(owner, list(held), list(acked))
-            if alive[0].inc == self.node.inc:
-                self.obituaries.heard(self.node.inc, estate)
-            else:
-                self.node.send(alive[0].inc, estate)
+            estate = self.obituaries.estate(owner, *self.intake.estate(owner))
+            self.obituaries.told(owner)
+            self.obituaries.heard(self.node.inc, estate)
+            for draft in self.node.alive("draft"):
+                if draft.inc != self.node.inc:
+                    self.node.send(draft.inc, estate)
 
     def _write_obituary(self, documents: ControlStore, owner: str) -> None:
         with self.cond:
@@ -482,10 +500,14 @@ class DraftSide:
         """Inbound: hold the slot of a delivered sample."""
         with self.cond:
             delivery = self.intake.held.get((ref.store_uri, ref.sample_id))
-            if delivery is None or delivery.ref != ref:
+            if delivery is None:
                 raise SampleNotFoundError(
                     f"sample {ref.sample_id!r} of {ref.store_uri!r} is not here: it was acked, handed back, or never "
                     "leased on this rank"
+                )
+            if delivery.ref.feature_specs != ref.feature_specs:
+                raise SpecMismatchError(
+                    f"sample {ref.sample_id!r}: the ref's specs are not those of what was delivered"
                 )
             delivery.touched = True
             delivery.slot.hold()
@@ -622,6 +644,8 @@ class DraftSide:
         """Take nothing more: hand back what is not leased and tell everybody. Idempotent."""
         with self.cond:
             already = self._cleaned
+            if self.rounds is not None:
+                self.rounds.leave()
             self.clean_up()
             self.cond.notify_all()
         if not already:

@@ -21,7 +21,7 @@ from nccl_stream.coordination.kv import clone_store
 from nccl_stream.coordination.membership import Member
 from nccl_stream.coordination.messages import LinkFailed, LinkOpen
 from nccl_stream.coordination.node import Node
-from nccl_stream.errors import ClosedError, NcclStreamError
+from nccl_stream.errors import ClosedError, ConfigError, NcclStreamError, VersionMismatchError
 from nccl_stream.transport.engine import Channel, TransferEngine
 from nccl_stream.transport.process_group import open_link
 
@@ -49,7 +49,9 @@ class LinkOwner(Protocol):
         """The link has come to rest; these transfers did not finish and touch no memory any more."""
         ...
 
-    def link_given_up(self, member: Member, reason: str) -> None: ...
+    def link_given_up(self, member: Member, error: Exception) -> None:
+        """No link to this peer can be built: several attempts failed, or one failed for good (versions, devices)."""
+        ...
 
 
 @dataclass
@@ -232,8 +234,8 @@ class Links:
                 failures = entry.failures
             logger.warning("link %s generation %d could not be opened: %s", pair, gen, exc)
             self._drop(peer.inc, gen, str(exc), tell=True)
-            if failures >= MAX_FAILURES_IN_A_ROW:
-                self._owner.link_given_up(peer, str(exc))
+            if failures >= MAX_FAILURES_IN_A_ROW or isinstance(exc, VersionMismatchError | ConfigError):
+                self._owner.link_given_up(peer, exc)
             return
         with self._lock:
             current = entry.gen == gen and entry.state == "opening" and not entry.gone and not self._closed

@@ -7,20 +7,17 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal
 
-from torch import Tensor
-
 from nccl_stream import _compat
-from nccl_stream.eagle3 import validate_eagle3_ref
+from nccl_stream.batch import FeatureBatch, batch_of
 from nccl_stream.errors import ConfigError, MisuseError, SchemaError
 from nccl_stream.queue import Lease, SampleRefQueue
 from nccl_stream.refs import FeatureAlgorithm
-from nccl_stream.schema import schema_of
+from nccl_stream.schema import schema_of, validate_ref
 from nccl_stream.store import FeatureStore, StoreHandle
-from nccl_stream.target import Eagle3TargetBatch
 
 __all__ = ["FeatureDataLoader"]
 
@@ -28,8 +25,6 @@ logger = logging.getLogger(__name__)
 
 WAITING_LOG_S = 30.0
 """Seconds without a sample after which a waiting loader says so, and again after as long."""
-
-_BATCH_FIELDS = frozenset(field.name for field in fields(Eagle3TargetBatch))
 
 RENEWALS_PER_TIMEOUT = 3
 """A held lease is renewed this often within its visibility timeout, so two renewals may be late before it expires."""
@@ -104,11 +99,12 @@ class FeatureDataLoader:
     def __iter__(self) -> FeatureDataLoader:
         return self
 
-    def __next__(self) -> Eagle3TargetBatch:
+    def __next__(self) -> FeatureBatch:
         """Return the next batch; with ``ack="next"``, settle the previous one first. Blocks until there is one.
 
         Returns:
-            A batch whose tensors are valid until the sample is settled; copy what you keep for longer.
+            The algorithm's batch object, with the sample's id and attributes. Its tensors are valid until the sample
+            is settled; copy what you keep for longer.
 
         Raises:
             StopIteration: The queue is drained, or the loader closed.
@@ -250,24 +246,25 @@ class FeatureDataLoader:
         # What is leased includes our own, which the trainer settles after the iteration.
         return self._queue.is_closed and self._queue.pending_count() == 0
 
-    def _materialize(self, lease: Lease) -> tuple[Eagle3TargetBatch, StoreHandle | None]:
+    def _materialize(self, lease: Lease) -> tuple[FeatureBatch, StoreHandle | None]:
         ref = lease.ref
         if ref.algorithm is not self._algorithm:
             raise MisuseError(
                 f"this loader serves {self._algorithm.value}, but sample {ref.sample_id!r} is for {ref.algorithm.value}"
             )
-        if ref.algorithm is not FeatureAlgorithm.EAGLE3:
-            raise ConfigError(f"no batches are defined for {ref.algorithm.value}; only for eagle3")
         if getattr(lease, "is_padding", False):
             device = getattr(self._store, "device", None)
-            return _batch_of(schema_of(ref.algorithm).padding(ref, device)), None
-        validate_eagle3_ref(ref)
+            tensors = schema_of(ref.algorithm).padding(ref, device)
+            return batch_of(ref.algorithm, tensors, attributes=ref.attributes), None
+        validate_ref(ref)
         tensors, handle = self._store.get(ref)
         try:
-            return _batch_of(tensors), handle
+            # A sample may carry more than the batch has fields for; it goes with the sample.
+            batch = batch_of(ref.algorithm, tensors, attributes=ref.attributes, sample_ids=(ref.sample_id,))
         except SchemaError:
             self._store.release(handle)  # The ref is dropped for good: nobody else will need the sample.
             raise
+        return batch, handle
 
     def _drop_for_good(self, lease: Lease) -> None:
         _compat.ack(self._queue, lease)
@@ -356,8 +353,3 @@ class _LeaseRenewer:
 
 def _renewal_period(lease: Lease) -> float:
     return lease.visibility_timeout.seconds / RENEWALS_PER_TIMEOUT
-
-
-def _batch_of(tensors: dict[str, Tensor]) -> Eagle3TargetBatch:
-    # A sample may carry more than the batch has fields for; it goes with the sample.
-    return Eagle3TargetBatch(**{name: tensor for name, tensor in tensors.items() if name in _BATCH_FIELDS})

@@ -377,6 +377,7 @@ class Stream:
             arena=self._arena,
             soft_cap_bytes=config.max_bytes,
             starving=side.starving,
+            check_finite=config.check_finite,
         )
 
     # -- joining -----------------------------------------------------------------------------------------------------

@@ -28,7 +28,15 @@ from nccl_stream.coordination.messages import (
 )
 from nccl_stream.coordination.node import Node
 from nccl_stream.coordination.rounds import EndDecision
-from nccl_stream.errors import ClosedError, MisuseError, NcclStreamError, PeerLostError, WireFormatError
+from nccl_stream.errors import (
+    ClosedError,
+    ConfigError,
+    MisuseError,
+    NcclStreamError,
+    PeerLostError,
+    VersionMismatchError,
+    WireFormatError,
+)
 from nccl_stream.leases import Lease
 from nccl_stream.links import Links
 from nccl_stream.refs import SampleRef
@@ -41,7 +49,7 @@ __all__ = ["TargetQueue", "TargetSide"]
 
 logger = logging.getLogger(__name__)
 
-# Ids of settled samples that may not be used again: a delivery of the earlier one may still be on its way.
+# Ids of settled samples that are remembered, to say so when one is put again.
 REMEMBERED_IDS = 65536
 
 
@@ -130,9 +138,7 @@ class TargetSide:
             if ref.sample_id in self._pinned:
                 raise MisuseError(f"sample {ref.sample_id!r} is already present in the queue")
             if ref.sample_id in self._recent:
-                raise MisuseError(
-                    f"sample id {ref.sample_id!r} was used before on this rank; ids must be unique within a run"
-                )
+                logger.warning("sample id %s had its outcome before and is put again", ref.sample_id)
             owned, handle = self.store.pin(ref)
             if self._num_offered == 0 and self.config.end == "pad":
                 template = ref.to_wire()
@@ -231,8 +237,11 @@ class TargetSide:
             self.delivery.link_down(inc, gen)
             self.cond.notify_all()
 
-    def link_given_up(self, member: Member, reason: str) -> None:
-        self.on_fatal(PeerLostError(f"no link to {member.label} can be built any more: {reason}"))
+    def link_given_up(self, member: Member, error: Exception) -> None:
+        if isinstance(error, VersionMismatchError | ConfigError):
+            self.on_fatal(error)
+        else:
+            self.on_fatal(PeerLostError(f"no link to {member.label} can be built any more: {error}"))
 
     # -- NodeHandler ---------------------------------------------------------------------------------------------------
 
@@ -333,7 +342,7 @@ class TargetSide:
                 "closed": self.delivery.closed,
                 "error": self.delivery.error[:1000],
                 "books": dict(vars(self.delivery.books)),
-                "paused_s": round(self.paused_s, 6),
+                "paused_s": round(self.paused_s + self.store.room_waited_s, 6),
             }
 
     # -- the end -------------------------------------------------------------------------------------------------------
@@ -392,7 +401,6 @@ class TargetQueue:
         side = self._side
         if not isinstance(ref, SampleRef):
             raise MisuseError(f"the queue takes SampleRefs, got {type(ref).__name__}")
-        started = time.monotonic()
         while True:
             if abort_when is not None and abort_when():
                 raise ClosedError(f"put of sample {ref.sample_id!r} was aborted: abort_when() returned True")
@@ -403,11 +411,12 @@ class TargetQueue:
                 admitted = is_open or side.delivery.starving()
             self._gate.call_back()
             if admitted:
-                side.paused_s += time.monotonic() - started
                 side.offer(ref)
                 return
+            started = time.monotonic()
             with side.cond:
                 side.cond.wait(poll_interval)
+                side.paused_s += time.monotonic() - started
 
     def close(self, *, error: BaseException | None = None) -> None:
         """No more puts; what was put is still delivered. ``error`` reaches the draft ranks as a failure."""

@@ -25,6 +25,7 @@ from nccl_stream.transport.arena import Arena, Slot
 from nccl_stream.transport.layout import SlotLayout
 
 ROOM_POLL_S = 0.005
+MAX_ID_CHARS = 512  # an id travels in every message about its sample
 
 __all__ = ["Inbound", "NcclFeatureStore", "OwnedBytes", "Received"]
 
@@ -91,6 +92,7 @@ class NcclFeatureStore(FeatureStore):
         starving: see above.
         on_dropped: called when a draft's handle was garbage-collected unreleased; may run inside a finalizer, so it
             must neither lock nor block. :meth:`collect_dropped` then ends its hold.
+        check_finite: refuse samples whose floating-point features hold NaN or infinite values; costs a pass over them.
     """
 
     def __init__(
@@ -106,6 +108,7 @@ class NcclFeatureStore(FeatureStore):
         soft_cap_bytes: int = 0,
         starving: Callable[[], bool] = lambda: False,
         on_dropped: Callable[[], None] = lambda: None,
+        check_finite: bool = False,
     ) -> None:
         self._uri = uri
         self._device = device
@@ -119,12 +122,19 @@ class NcclFeatureStore(FeatureStore):
         self._open_handles: dict[int, tuple[Slot, weakref.finalize[..., StoreHandle]]] = {}
         self._dropped: deque[int] = deque()
         self._on_dropped = on_dropped
+        self._check_finite = check_finite
         self._closed = False
+        self.room_waited_s = 0.0
 
     @property
     def store_uri(self) -> str:
         """``nccl://run/epoch/incarnation``; no other store, past or present, has it."""
         return self._uri
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the stream is closed."""
+        return self._closed
 
     @property
     def device(self) -> torch.device:
@@ -165,7 +175,10 @@ class NcclFeatureStore(FeatureStore):
             ClosedError: (``RuntimeError``) the stream is closed.
         """
         residency = self._require_target("put")
+        _check_id(sample_id)
         check_tensors(sample_id, tensors)
+        if self._check_finite:
+            _check_values(sample_id, tensors)
         specs = {name: FeatureSpec.of(tensor) for name, tensor in tensors.items()}
         nbytes = sum(spec.nbytes for spec in specs.values())
         ref = SampleRef(
@@ -194,6 +207,11 @@ class NcclFeatureStore(FeatureStore):
             raise CapacityError(
                 f"sample {sample_id!r} has {nbytes} bytes, the stream was configured for at most "
                 f"{self._max_sample_bytes}: set max_sample_bytes={nbytes} or more",
+                can_wait=False,
+            )
+        if nbytes > self._soft_cap:
+            raise CapacityError(
+                f"sample {sample_id!r} has {nbytes} bytes, this rank may hold {self._soft_cap}: raise max_bytes",
                 can_wait=False,
             )
         if not self.room_for(nbytes):
@@ -255,7 +273,9 @@ class NcclFeatureStore(FeatureStore):
             if remaining <= 0:
                 return False
             # Room comes from acks and from drafts that run dry; the second is not the residency's to signal.
+            started = time.monotonic()
             time.sleep(min(ROOM_POLL_S, remaining))
+            self.room_waited_s += time.monotonic() - started
 
     def pin(self, ref: SampleRef) -> tuple[OwnedBytes, StoreHandle]:
         """Hold a resident sample for delivery; the handle keeps it until :meth:`unpin`."""
@@ -394,6 +414,19 @@ class NcclFeatureStore(FeatureStore):
         if self._residency is None:
             raise MisuseError(f"{operation} is for target ranks; this is a draft rank, which receives")
         return self._residency
+
+
+def _check_id(sample_id: str) -> None:
+    if not isinstance(sample_id, str) or not 0 < len(sample_id) <= MAX_ID_CHARS:
+        raise MisuseError(f"sample_id must be a str of 1 to {MAX_ID_CHARS} characters, got {sample_id!r:.80}")
+    if sample_id in (".", "..") or any(char in "/\\" or ord(char) < 32 for char in sample_id):
+        raise MisuseError(f"sample_id {sample_id!r} looks like a path; ids are names without separators")
+
+
+def _check_values(sample_id: str, tensors: Mapping[str, torch.Tensor]) -> None:
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor.float()).all()):
+            raise MisuseError(f"sample {sample_id!r}: feature {name!r} holds NaN or infinite values")
 
 
 def _check_specs(ref: SampleRef, stored: Mapping[str, FeatureSpec]) -> None:

@@ -59,7 +59,8 @@ def test_target_that_stands_still_too_long(tmp_path, end):
         run.wait_got(takers[0], 5)
         victim.signal(signal.SIGSTOP)
         run.wait_for(
-            "its death to be known", lambda: all("target rank 0" in w.log.read_text() and "is gone" in w.log.read_text() for w in takers)
+            "its death to be known",
+            lambda: all("target rank 0" in w.log.read_text() and "is gone" in w.log.read_text() for w in takers),
         )
         run.open_gate("news")
         run.wait_ended(survivor, *takers)
