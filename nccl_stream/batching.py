@@ -15,11 +15,12 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
+from nccl_stream.batch import FeatureBatch, batch_of
 from nccl_stream.errors import ConfigError, MisuseError
 from nccl_stream.refs import SampleRef
-from nccl_stream.schema import Schema
+from nccl_stream.schema import Schema, schema_of
 
-__all__ = ["Batcher", "BatchRule", "concatenate", "extent_of"]
+__all__ = ["Batcher", "BatchRule", "collate", "concatenate", "extent_of"]
 
 T = TypeVar("T")
 
@@ -178,6 +179,32 @@ def extent_of(schema: Schema, ref: SampleRef) -> tuple[int, int]:
         if spec is not None and feature.dims[:2] == ("B", "S") and len(spec.shape) >= 2:
             return spec.shape[0], spec.shape[1]
     return 1, 0
+
+
+def collate(batches: Sequence[FeatureBatch]) -> FeatureBatch:
+    """Make one batch of the batches of several samples; see :func:`concatenate`.
+
+    Attributes that differ between samples are left out.
+
+    Raises:
+        MisuseError: (``ValueError``) the samples cannot be joined, or an attribute differs that the schema needs, such
+            as whether last hidden states are taken before the norm.
+    """
+    first = batches[0]
+    if len(batches) == 1:
+        return first
+    schema = schema_of(first.algorithm)
+    tensors = concatenate(schema, batches)
+    common = {
+        name: value
+        for name, value in first.attributes.items()
+        if all(batch.attributes.get(name) == value for batch in batches)
+    }
+    differing = [name for feature in tensors for name in schema.attributes.get(feature, ()) if name not in common]
+    if differing:
+        raise MisuseError(f"samples of one batch must agree on {differing}")
+    sample_ids = tuple(sample_id for batch in batches for sample_id in batch.sample_ids)
+    return batch_of(first.algorithm, tensors, attributes=common, sample_ids=sample_ids)
 
 
 def concatenate(schema: Schema, samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
