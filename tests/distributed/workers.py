@@ -107,7 +107,8 @@ def draft(spec, journal):
     """Consume until the end, ``pace`` seconds per sample.
 
     ``max_steps``: leave after so many samples; ``hold``: keep so many tensors alive and look at them again before
-    dropping them; ``raise_at``: fail with that sample in hand; ``stall_at``: (count, gate) wait with a lease in hand; ``linger``: gate to wait for before leaving.
+    dropping them; ``raise_at``: fail with that sample in hand; ``stall_at``: (count, gate) wait with a lease in hand;
+    ``linger``: gate to wait for before leaving.
     """
     with join(spec, "draft", journal) as stream:
         stream.on_lost(lambda ids: journal.say("lost", ids=list(ids)))
