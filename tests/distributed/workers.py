@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.utils.data
 
 import nccl_stream
 import nccl_stream.links
@@ -60,7 +61,7 @@ def wait_gate(spec, name):
 
 
 def join(spec, role, journal):
-    """Connect. ``no_links``: this rank never opens its side of a link."""
+    """Connect. ``no_links``: this rank never opens its side of a link; ``forks``: then run so many loader processes."""
     if spec.get("no_links"):
         nccl_stream.links.Links.opening = lambda self, inc, gen: None
     stream = nccl_stream.connect(
@@ -72,7 +73,12 @@ def join(spec, role, journal):
         num_drafts=spec["drafts"],
         config=StreamConfig(**spec["config"]),
     )
-    journal.say("connected", inc=stream._node.inc)
+    journal.say("connected")
+    if "forks" in spec:
+        loader = torch.utils.data.DataLoader(
+            list(range(16)), batch_size=4, num_workers=spec["forks"], multiprocessing_context="fork"
+        )
+        journal.say("loaded", items=[item for batch in loader for item in batch.tolist()])
     return stream
 
 
