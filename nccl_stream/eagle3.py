@@ -38,6 +38,7 @@ __all__ = [
     "Eagle3TargetBatch",
     "eagle3_logits_feature_specs",
     "eagle3_logits_tensors",
+    "eagle3_sample_bytes",
     "validate_eagle3_packing_inputs",
     "validate_eagle3_ref",
 ]
@@ -49,8 +50,8 @@ _SCHEMA = register_schema(
             Feature("aux_hidden_states", ("B", "S", "3*H"), "float"),
             *INPUTS,
             LOGITS,
-            Feature("target_probs", ("B", "S", "Vd"), "float"),
-            Feature("position_mask", ("B", "S", "1"), "mask"),
+            Feature("target_probs", ("B", "S", "Vd"), "float", itemsize=4),
+            Feature("position_mask", ("B", "S", "1"), "mask", itemsize=1),
             LAST_HIDDEN,
             *PACKING,
         ),
@@ -98,6 +99,37 @@ def validate_eagle3_ref(ref: SampleRef) -> None:
             supervision encoding, or partial packing.
     """
     _SCHEMA.validate(ref)
+
+
+def eagle3_sample_bytes(
+    supervision: str,
+    *,
+    seq: int,
+    hidden: int,
+    vocab: int,
+    draft_vocab: int | None = None,
+    batch: int = 1,
+    dtype: torch.dtype = torch.bfloat16,
+) -> int:
+    """Return the bytes of one sample of ``batch`` rows of ``seq`` tokens, without packing.
+
+    Args:
+        supervision: ``"logits"``, ``"target_probs"`` or ``"last_hidden_states"``.
+        seq: tokens per row.
+        hidden: the target's hidden size.
+        vocab: the target's vocabulary.
+        draft_vocab: tokens of the draft vocabulary; the whole vocabulary if None.
+        batch: rows.
+        dtype: of the target's activations.
+
+    Raises:
+        KeyError: another supervision.
+    """
+    groups = {
+        group[0]: group for group in (*_SCHEMA.supervision[EAGLE3_SCHEMA_VERSION], EAGLE3_LAST_HIDDEN_SUPERVISION)
+    }
+    sizes = {"B": batch, "S": seq, "H": hidden, "V": vocab, "Vd": vocab if draft_vocab is None else draft_vocab}
+    return _SCHEMA.sample_bytes(sizes, supervision=groups[supervision], dtype=dtype)
 
 
 def eagle3_logits_tensors(

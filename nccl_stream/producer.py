@@ -11,10 +11,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from nccl_stream import _compat
 from nccl_stream.errors import CapacityError, MisuseError, SchemaError, SpecMismatchError
 from nccl_stream.refs import FeatureAlgorithm, FeatureSpec, SampleRef
 from nccl_stream.schema import schema_of
 from nccl_stream.store import FeatureStore
+from nccl_stream.vocab import VOCABULARY_ATTRIBUTE, DraftVocabulary
 
 __all__ = ["FeatureProducer"]
 
@@ -90,7 +92,8 @@ class FeatureProducer:
         self._draft_weight_version = draft_weight_version
         self._sample_id_factory = sample_id_factory or self._default_sample_id
         self._sample_seq = 0
-        self._has_vocab_mapping = False
+        self._vocabulary: DraftVocabulary | None = None
+        self._takes_attributes = _compat.accepts_keyword(store.put, "attributes")
 
     def produce(
         self,
@@ -149,9 +152,13 @@ class FeatureProducer:
         Args:
             selected_token_ids: ``[draft_vocab]`` int64, target ids in draft order.
             selected_token_mask: ``[vocab]`` bool.
+
+        Raises:
+            MisuseError: (a ``ValueError``) the two do not fit together.
         """
+        vocabulary = DraftVocabulary(selected_token_ids, selected_token_mask)
         self._target.set_vocab_mapping(selected_token_ids, selected_token_mask)
-        self._has_vocab_mapping = True
+        self._vocabulary = vocabulary
 
     def get_input_embeddings(self) -> nn.Module:
         """Return the backend's input embedding."""
@@ -168,7 +175,7 @@ class FeatureProducer:
         with torch.no_grad():
             batch = self._target.generate_batch(**prompt)
         features, attributes = self._features_of(batch)
-        version = self._check(features, attributes)
+        version, attributes = self._check(features, attributes)
         if sample_id is None:
             self._sample_seq += 1
             sample_id = self._sample_id_factory(self._sample_seq)
@@ -183,10 +190,10 @@ class FeatureProducer:
         features = self._schema.canonical({name: tensor for name, tensor in given.items() if tensor is not None})
         return features, getattr(batch, "attributes", None) or {}
 
-    def _check(self, features: Mapping[str, Tensor], attributes: Mapping[str, str]) -> int:
-        """Check what the backend returned; the schema version of the sample."""
+    def _check(self, features: Mapping[str, Tensor], attributes: Mapping[str, str]) -> tuple[int, Mapping[str, str]]:
+        """Check what the backend returned; the schema version of the sample, and its attributes."""
         needs_vocabulary = [name for name in self._schema.draft_vocabulary_features if name in features]
-        if needs_vocabulary and not self._has_vocab_mapping:
+        if needs_vocabulary and self._vocabulary is None:
             raise SchemaError(
                 f"the backend returned {needs_vocabulary}, which mean nothing to the draft side before both sides know "
                 "the draft vocabulary: call set_vocab_mapping first, or use a backend that returns other supervision"
@@ -194,7 +201,9 @@ class FeatureProducer:
         version = self._schema.version_of(features)
         self._schema.check_packing(features)
         self._schema.check_attributes(features, attributes)
-        return version
+        if needs_vocabulary and self._vocabulary is not None and self._takes_attributes:
+            attributes = {**attributes, VOCABULARY_ATTRIBUTE: self._vocabulary.digest}
+        return version, attributes
 
     def _publish(self, produced: _Produced) -> SampleRef:
         ref = self._store.put(

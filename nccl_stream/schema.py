@@ -53,11 +53,13 @@ class Feature:
         dims: one entry per axis, each a product of ints and symbols such as ``"3*H"``. A symbol has one value
             throughout a sample.
         kind: ``float``; ``id``, an integer that indexes or counts; ``mask``, bool or any real number, carried as given.
+        itemsize: bytes per element where it does not follow from the target's dtype (float) or int64 (others).
     """
 
     name: str
     dims: tuple[str, ...]
     kind: Kind
+    itemsize: int | None = None
 
 
 INPUTS = (
@@ -217,6 +219,26 @@ class Schema:
         # Single symbols first: they fix the values that products are checked against.
         for name, dim, size in sorted(axes, key=lambda axis: "*" in axis[1]):
             _bind(name, dim, size, sizes)
+
+    def sample_bytes(
+        self, sizes: Mapping[str, int], *, supervision: Iterable[str] = (), dtype: torch.dtype = torch.bfloat16
+    ) -> int:
+        """Return the bytes of one sample without packing.
+
+        Args:
+            sizes: symbol to size, such as ``{"B": 1, "S": 4096, "H": 4096, "V": 151_936}``.
+            supervision: the features it carries beside the required ones.
+            dtype: of the target's activations. Ids and masks count as int64, probabilities as fp32, a position mask as
+                bool, which is what the backends here give.
+        """
+        names = {*self.required, *supervision}
+        total = 0
+        for feature in self.features:
+            if feature.name in names:
+                axes = (math.prod(int(f) if f.isdigit() else sizes[f] for f in dim.split("*")) for dim in feature.dims)
+                itemsize = feature.itemsize or (dtype.itemsize if feature.kind == "float" else 8)
+                total += math.prod(axes) * itemsize
+        return total
 
     def supervision_of(self, ref: SampleRef) -> tuple[str, ...]:
         """Return the supervision group that ``ref`` carries; empty when it has none."""

@@ -18,6 +18,19 @@ __all__ = ["Obituaries", "is_obituary"]
 logger = logging.getLogger(__name__)
 
 MAX_IDS = 50_000
+MAX_IDS_CHARS = 1_000_000  # of a document or message of ids; a store value may have four million
+
+
+def _bounded(ids: list[str]) -> list[str]:
+    """As many of the first ids as a document may hold."""
+    room = MAX_IDS_CHARS
+    for count, sample_id in enumerate(ids[:MAX_IDS]):
+        room -= len(json.dumps(sample_id)) + 1
+        if room < 0:
+            return ids[:count]
+    return ids[:MAX_IDS]
+
+
 COUNTS = ("put", "acked", "dropped", "dead", "held", "lost")
 
 
@@ -30,19 +43,6 @@ def is_obituary(document: Any) -> bool:
         and type(document["lost_ids"]) is list
         and all(type(sample_id) is str for sample_id in document["lost_ids"])
     )
-
-
-MAX_IDS_CHARS = 1_000_000  # of a document or message of ids; a store value may have four million
-
-
-def _bounded(ids: list[str]) -> list[str]:
-    """As many of the first ids as a document may hold."""
-    room = MAX_IDS_CHARS
-    for count, sample_id in enumerate(ids[:MAX_IDS]):
-        room -= len(json.dumps(sample_id)) + 1
-        if room < 0:
-            return ids[:count]
-    return ids[:MAX_IDS]
 
 
 @dataclass
