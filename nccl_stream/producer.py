@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from nccl_stream.eagle3 import EAGLE3_SCHEMA_VERSION, validate_eagle3_packing_inputs
+from nccl_stream import _compat
 from nccl_stream.errors import CapacityError, MisuseError, SchemaError, SpecMismatchError
 from nccl_stream.refs import FeatureAlgorithm, FeatureSpec, SampleRef
 from nccl_stream.schema import schema_of
 from nccl_stream.store import FeatureStore
-from nccl_stream.target import Eagle3TargetBackend, Eagle3TargetBatch
+from nccl_stream.vocab import VOCABULARY_ATTRIBUTE, DraftVocabulary
 
 __all__ = ["FeatureProducer"]
 
@@ -25,12 +26,25 @@ ROOM_CHECK_S = 0.05
 """Longest wait for room in a full store before the abort condition is asked again, in seconds."""
 
 
+class _Backend(Protocol):
+    """What a producer needs of a target backend; see :class:`nccl_stream.backend.TargetBackend`."""
+
+    @property
+    def generate_batch(self) -> Callable[..., Any]: ...
+
+    def get_input_embeddings(self) -> nn.Module: ...
+
+    def set_vocab_mapping(self, selected_token_ids: Tensor, selected_token_mask: Tensor) -> None: ...
+
+
 @dataclass(frozen=True)
 class _Produced:
     """One forward's output on its way into the store; kept while the store is full, so it is never computed twice."""
 
     sample_id: str
     features: dict[str, Tensor]
+    attributes: Mapping[str, str]
+    schema_version: int
     num_tokens: int
 
     @property
@@ -44,7 +58,8 @@ class FeatureProducer:
     One thread at a time may call :meth:`produce`; several producers may share a store.
 
     Args:
-        target_backend: The frozen target.
+        target_backend: The frozen target. Its batches are objects or mappings with the features of the algorithm, under
+            their names or one of the schema's other names for them.
         store: Where samples go. It is not closed by this producer.
         run_id: Mirrored onto every ref; not empty.
         algorithm: What the samples are for; default: what the backend says of itself.
@@ -58,7 +73,7 @@ class FeatureProducer:
 
     def __init__(
         self,
-        target_backend: Eagle3TargetBackend,
+        target_backend: _Backend,
         store: FeatureStore,
         run_id: str,
         algorithm: FeatureAlgorithm | None = None,
@@ -72,12 +87,13 @@ class FeatureProducer:
         self._store = store
         self._run_id = run_id
         self._algorithm = _algorithm_of(target_backend) if algorithm is None else algorithm
-        self._feature_names = tuple(feature.name for feature in schema_of(self._algorithm).features)
+        self._schema = schema_of(self._algorithm)
         self._target_model_version = target_model_version
         self._draft_weight_version = draft_weight_version
         self._sample_id_factory = sample_id_factory or self._default_sample_id
         self._sample_seq = 0
-        self._has_vocab_mapping = False
+        self._vocabulary: DraftVocabulary | None = None
+        self._takes_attributes = _compat.accepts_keyword(store.put, "attributes")
 
     def produce(
         self,
@@ -113,10 +129,10 @@ class FeatureProducer:
             SchemaError: (a ``ValueError``) partial packing features, or a batch without the supervision that is needed.
             SpecMismatchError: (a ``RuntimeError``) the store described the sample differently; it has been evicted.
         """
-        validate_eagle3_packing_inputs(position_ids=position_ids, seq_lens=seq_lens, doc_remaining=doc_remaining)
+        packing = {"position_ids": position_ids, "seq_lens": seq_lens, "doc_remaining": doc_remaining}
         prompt = {"input_ids": input_ids, "attention_mask": attention_mask, "loss_mask": loss_mask}
-        if position_ids is not None and seq_lens is not None and doc_remaining is not None:
-            prompt.update(position_ids=position_ids, seq_lens=seq_lens, doc_remaining=doc_remaining)
+        prompt.update({name: tensor for name, tensor in packing.items() if tensor is not None})
+        self._schema.check_packing(prompt)
         produced = self._forward(prompt, sample_id)
         while True:
             try:
@@ -136,9 +152,13 @@ class FeatureProducer:
         Args:
             selected_token_ids: ``[draft_vocab]`` int64, target ids in draft order.
             selected_token_mask: ``[vocab]`` bool.
+
+        Raises:
+            MisuseError: (a ``ValueError``) the two do not fit together.
         """
+        vocabulary = DraftVocabulary(selected_token_ids, selected_token_mask)
         self._target.set_vocab_mapping(selected_token_ids, selected_token_mask)
-        self._has_vocab_mapping = True
+        self._vocabulary = vocabulary
 
     def get_input_embeddings(self) -> nn.Module:
         """Return the backend's input embedding."""
@@ -154,22 +174,36 @@ class FeatureProducer:
         num_tokens = int(prompt["loss_mask"].sum())
         with torch.no_grad():
             batch = self._target.generate_batch(**prompt)
-        features = self._checked_features(batch)
+        features, attributes = self._features_of(batch)
+        version, attributes = self._check(features, attributes)
         if sample_id is None:
             self._sample_seq += 1
             sample_id = self._sample_id_factory(self._sample_seq)
-        return _Produced(sample_id, features, num_tokens)
+        return _Produced(sample_id, features, attributes, version, num_tokens)
 
-    def _checked_features(self, batch: Eagle3TargetBatch) -> dict[str, Tensor]:
-        present = ((name, getattr(batch, name, None)) for name in self._feature_names)
-        features = {name: tensor for name, tensor in present if tensor is not None}
-        needs_logits = self._algorithm is FeatureAlgorithm.EAGLE3 and not self._has_vocab_mapping
-        if needs_logits and "logits" not in features:
+    def _features_of(self, batch: object) -> tuple[dict[str, Tensor], Mapping[str, str]]:
+        names = (*self._schema.names, *self._schema.renames)
+        if isinstance(batch, Mapping):
+            given = {name: batch.get(name) for name in names}
+        else:
+            given = {name: getattr(batch, name, None) for name in names}
+        features = self._schema.canonical({name: tensor for name, tensor in given.items() if tensor is not None})
+        return features, getattr(batch, "attributes", None) or {}
+
+    def _check(self, features: Mapping[str, Tensor], attributes: Mapping[str, str]) -> tuple[int, Mapping[str, str]]:
+        """Check what the backend returned; the schema version of the sample, and its attributes."""
+        needs_vocabulary = [name for name in self._schema.draft_vocabulary_features if name in features]
+        if needs_vocabulary and self._vocabulary is None:
             raise SchemaError(
-                "the backend returned a batch without logits; target_probs mean nothing to the draft side before both "
-                "sides know the draft vocabulary: call set_vocab_mapping first, or use a backend that returns logits"
+                f"the backend returned {needs_vocabulary}, which mean nothing to the draft side before both sides know "
+                "the draft vocabulary: call set_vocab_mapping first, or use a backend that returns other supervision"
             )
-        return features
+        version = self._schema.version_of(features)
+        self._schema.check_packing(features)
+        self._schema.check_attributes(features, attributes)
+        if needs_vocabulary and self._vocabulary is not None and self._takes_attributes:
+            attributes = {**attributes, VOCABULARY_ATTRIBUTE: self._vocabulary.digest}
+        return version, attributes
 
     def _publish(self, produced: _Produced) -> SampleRef:
         ref = self._store.put(
@@ -177,10 +211,12 @@ class FeatureProducer:
             produced.features,
             run_id=self._run_id,
             algorithm=self._algorithm,
-            schema_version=EAGLE3_SCHEMA_VERSION,
+            schema_version=produced.schema_version,
             target_model_version=self._target_model_version,
             draft_weight_version=self._draft_weight_version,
             num_tokens=produced.num_tokens,
+            # Stores written to the documented contract alone take no attributes; plain samples need none.
+            **({"attributes": produced.attributes} if produced.attributes else {}),
         )
         expected = {name: FeatureSpec.of(tensor) for name, tensor in produced.features.items()}
         if dict(ref.feature_specs) != expected:

@@ -1,11 +1,15 @@
-"""What features a sample of each algorithm has: names, symbolic shapes, kinds of dtype, frame and supervision.
+"""What features a sample of an algorithm has: names, symbolic shapes, kinds of dtype, frame and supervision.
 
-One :class:`Schema` per algorithm, in one registry. Symbols: ``B`` batch, ``S`` sequence, ``H`` hidden size of the
-target, ``L`` number of captured layers, ``V`` vocabulary, ``Vd`` draft vocabulary, ``D`` documents per row.
+One :class:`Schema` per algorithm, in one registry. The module that is named like the algorithm registers it, together
+with its batch object and its target backend, and is imported when the schema is first asked for. Symbols: ``B`` batch,
+``S`` sequence, ``H`` hidden size of the target, ``L`` number of captured layers, ``V`` vocabulary, ``Vd`` draft
+vocabulary, ``D`` documents per row.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -18,7 +22,12 @@ from nccl_stream.refs import FeatureAlgorithm, FeatureSpec, FrozenDict, SampleRe
 
 __all__ = [
     "FRAME_ATTRIBUTE",
+    "INPUTS",
+    "LAST_HIDDEN",
+    "LAST_HIDDEN_ATTRIBUTES",
+    "LOGITS",
     "NORM_ATTRIBUTE",
+    "PACKING",
     "Feature",
     "Schema",
     "register_schema",
@@ -34,8 +43,6 @@ NORM_ATTRIBUTE = "last_hidden_states.norm"
 FRAME_ATTRIBUTE = "last_hidden_states.frame"
 """Ref attribute: ``shifted`` (slot t holds position t + 1, zero at the end) or ``unshifted``."""
 
-_PACKING = ("position_ids", "seq_lens", "doc_remaining")
-
 
 @dataclass(frozen=True)
 class Feature:
@@ -46,11 +53,31 @@ class Feature:
         dims: one entry per axis, each a product of ints and symbols such as ``"3*H"``. A symbol has one value
             throughout a sample.
         kind: ``float``; ``id``, an integer that indexes or counts; ``mask``, bool or any real number, carried as given.
+        itemsize: bytes per element where it does not follow from the target's dtype (float) or int64 (others).
     """
 
     name: str
     dims: tuple[str, ...]
     kind: Kind
+    itemsize: int | None = None
+
+
+INPUTS = (
+    Feature("input_ids", ("B", "S"), "id"),
+    Feature("attention_mask", ("B", "S"), "mask"),
+    Feature("loss_mask", ("B", "S"), "mask"),
+)
+LOGITS = Feature("logits", ("B", "S", "V"), "float")
+LAST_HIDDEN = Feature("last_hidden_states", ("B", "S", "H"), "float")
+LAST_HIDDEN_ATTRIBUTES = {
+    LAST_HIDDEN.name: {NORM_ATTRIBUTE: ("pre", "post"), FRAME_ATTRIBUTE: ("shifted", "unshifted")}
+}
+PACKING = (
+    Feature("position_ids", ("B", "S"), "id"),
+    Feature("seq_lens", ("B", "D"), "id"),
+    Feature("doc_remaining", ("B", "S"), "id"),
+)
+_PACKING = tuple(feature.name for feature in PACKING)
 
 
 @dataclass(frozen=True)
@@ -88,6 +115,31 @@ class Schema:
         """The schema versions that are understood, ascending."""
         return tuple(sorted(self.supervision))
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every feature name, in the order of the batch object."""
+        return tuple(feature.name for feature in self.features)
+
+    @property
+    def draft_vocabulary_features(self) -> tuple[str, ...]:
+        """Features that mean nothing without the draft vocabulary, since it is one of their axes."""
+        return tuple(feature.name for feature in self.features if "Vd" in feature.dims)
+
+    def version_of(self, present: Iterable[str]) -> int:
+        """Return the schema version that carries the supervision among the feature names ``present``.
+
+        Raises:
+            SchemaError: (``ValueError``) no version knows it: none where one is needed, several, or half a pair.
+        """
+        found = self._supervision_names.intersection(present)
+        for version in self.versions:
+            if any(found == set(group) for group in self.supervision[version]):
+                return version
+        raise SchemaError(
+            f"{self.algorithm.value} needs exactly one supervision encoding, {self._choices(self.versions)}; "
+            f"got {sorted(found) or 'none'}"
+        )
+
     def validate(self, ref: SampleRef, *, shapes: bool = False) -> None:
         """Check that ``ref`` fits this schema. Features that the schema does not know are allowed.
 
@@ -114,7 +166,7 @@ class Schema:
             raise SchemaError(f"sample {ref.sample_id!r} lacks required {name} features {missing}")
         self.check_packing(present)
         self._check_supervision(ref)
-        self._check_attributes(ref)
+        self.check_attributes(present, ref.attributes)
         if shapes:
             self.check_specs(ref.feature_specs)
 
@@ -130,6 +182,23 @@ class Schema:
             raise SchemaError(
                 f"{self.algorithm.value} sequence packing needs {', '.join(self.packing)} together; got only {found}"
             )
+
+    def check_attributes(self, present: Iterable[str], attributes: Mapping[str, str]) -> None:
+        """Check that ``attributes`` say what the features ``present`` need said.
+
+        Raises:
+            SchemaError: (``ValueError``) an attribute is missing or has a value that is not known.
+        """
+        names = set(present)
+        for feature, needed in self.attributes.items():
+            if feature not in names:
+                continue
+            for attribute, values in needed.items():
+                if attributes.get(attribute) not in values:
+                    raise SchemaError(
+                        f"with {feature}, the attribute {attribute!r} of a sample must be one of {list(values)}, "
+                        f"got {attributes.get(attribute)!r}"
+                    )
 
     def check_specs(self, specs: Mapping[str, FeatureSpec]) -> None:
         """Check shapes and dtypes of the known features in ``specs`` against each other.
@@ -150,6 +219,26 @@ class Schema:
         # Single symbols first: they fix the values that products are checked against.
         for name, dim, size in sorted(axes, key=lambda axis: "*" in axis[1]):
             _bind(name, dim, size, sizes)
+
+    def sample_bytes(
+        self, sizes: Mapping[str, int], *, supervision: Iterable[str] = (), dtype: torch.dtype = torch.bfloat16
+    ) -> int:
+        """Return the bytes of one sample without packing.
+
+        Args:
+            sizes: symbol to size, such as ``{"B": 1, "S": 4096, "H": 4096, "V": 151_936}``.
+            supervision: the features it carries beside the required ones.
+            dtype: of the target's activations. Ids and masks count as int64, probabilities as fp32, a position mask as
+                bool, which is what the backends here give.
+        """
+        names = {*self.required, *supervision}
+        total = 0
+        for feature in self.features:
+            if feature.name in names:
+                axes = (math.prod(int(f) if f.isdigit() else sizes[f] for f in dim.split("*")) for dim in feature.dims)
+                itemsize = feature.itemsize or (dtype.itemsize if feature.kind == "float" else 8)
+                total += math.prod(axes) * itemsize
+        return total
 
     def supervision_of(self, ref: SampleRef) -> tuple[str, ...]:
         """Return the supervision group that ``ref`` carries; empty when it has none."""
@@ -198,29 +287,23 @@ class Schema:
             run = run[:, :-1] & supervised[:, shift:]
         return bool(run.any())
 
-    def _check_supervision(self, ref: SampleRef) -> None:
-        allowed = self.supervision[ref.schema_version]
-        # Every name that any version uses for supervision: one of another version is as wrong as two of this one.
-        names = {name for groups in self.supervision.values() for group in groups for name in group}
-        found = {name for name in names if name in ref.feature_specs}
-        if any(found == set(group) for group in allowed):
-            return
-        choices = " or ".join(" + ".join(group) if group else "none" for group in allowed)
-        raise SchemaError(
-            f"sample {ref.sample_id!r} must carry exactly one supervision encoding: {choices} "
-            f"(schema version {ref.schema_version}); got {sorted(found)}"
-        )
+    @property
+    def _supervision_names(self) -> set[str]:
+        return {name for groups in self.supervision.values() for group in groups for name in group}
 
-    def _check_attributes(self, ref: SampleRef) -> None:
-        for feature, attributes in self.attributes.items():
-            if feature not in ref.feature_specs:
-                continue
-            for attribute, values in attributes.items():
-                if ref.attributes.get(attribute) not in values:
-                    raise SchemaError(
-                        f"sample {ref.sample_id!r}: with {feature}, the ref's attribute {attribute!r} must be one of "
-                        f"{list(values)}, got {ref.attributes.get(attribute)!r}"
-                    )
+    def _choices(self, versions: Iterable[int]) -> str:
+        groups = [group for version in versions for group in self.supervision[version]]
+        return " or ".join(" + ".join(group) if group else "none" for group in groups)
+
+    def _check_supervision(self, ref: SampleRef) -> None:
+        # Every name that any version uses for supervision: one of another version is as wrong as two of this one.
+        found = self._supervision_names.intersection(ref.feature_specs)
+        if any(found == set(group) for group in self.supervision[ref.schema_version]):
+            return
+        raise SchemaError(
+            f"sample {ref.sample_id!r} must carry exactly one supervision encoding: "
+            f"{self._choices((ref.schema_version,))} (schema version {ref.schema_version}); got {sorted(found)}"
+        )
 
 
 def _is_kind(dtype: torch.dtype, kind: Kind) -> bool:
@@ -247,8 +330,8 @@ def _bind(name: str, dim: str, size: int, sizes: dict[str, int]) -> None:
 _SCHEMAS: dict[FeatureAlgorithm, Schema] = {}
 
 
-def register_schema(schema: Schema) -> None:
-    """Make ``schema`` the one of its algorithm.
+def register_schema(schema: Schema) -> Schema:
+    """Make ``schema`` the one of its algorithm, and return it.
 
     Raises:
         MisuseError: (``ValueError``) the algorithm has one already.
@@ -256,14 +339,19 @@ def register_schema(schema: Schema) -> None:
     if schema.algorithm in _SCHEMAS:
         raise MisuseError(f"algorithm {schema.algorithm.value} already has a schema")
     _SCHEMAS[schema.algorithm] = schema
+    return schema
 
 
 def schema_of(algorithm: FeatureAlgorithm) -> Schema:
-    """Return the schema of ``algorithm``.
+    """Return the schema of ``algorithm``; imports the module named like it where that has not happened yet.
 
     Raises:
         SchemaError: (``ValueError``) it has none.
     """
+    if algorithm not in _SCHEMAS and isinstance(algorithm, FeatureAlgorithm):
+        module = f"{__package__}.{algorithm.value}"
+        if importlib.util.find_spec(module) is not None:
+            importlib.import_module(module)
     try:
         return _SCHEMAS[algorithm]
     except KeyError:
@@ -273,67 +361,3 @@ def schema_of(algorithm: FeatureAlgorithm) -> Schema:
 def validate_ref(ref: SampleRef, *, shapes: bool = False) -> None:
     """Check ``ref`` against the schema of its own algorithm; see :meth:`Schema.validate`."""
     schema_of(ref.algorithm).validate(ref, shapes=shapes)
-
-
-_INPUTS = (
-    Feature("input_ids", ("B", "S"), "id"),
-    Feature("attention_mask", ("B", "S"), "mask"),
-    Feature("loss_mask", ("B", "S"), "mask"),
-)
-_LOGITS = Feature("logits", ("B", "S", "V"), "float")
-_LAST_HIDDEN = Feature("last_hidden_states", ("B", "S", "H"), "float")
-_PACKING_FEATURES = (
-    Feature("position_ids", ("B", "S"), "id"),
-    Feature("seq_lens", ("B", "D"), "id"),
-    Feature("doc_remaining", ("B", "S"), "id"),
-)
-_LAST_HIDDEN_ATTRIBUTES = {
-    "last_hidden_states": {NORM_ATTRIBUTE: ("pre", "post"), FRAME_ATTRIBUTE: ("shifted", "unshifted")}
-}
-
-register_schema(
-    Schema(
-        FeatureAlgorithm.EAGLE3,
-        features=(
-            Feature("aux_hidden_states", ("B", "S", "3*H"), "float"),
-            *_INPUTS,
-            _LOGITS,
-            Feature("target_probs", ("B", "S", "Vd"), "float"),
-            Feature("position_mask", ("B", "S", "1"), "mask"),
-            _LAST_HIDDEN,
-            *_PACKING_FEATURES,
-        ),
-        supervision={1: (("logits",), ("target_probs", "position_mask")), 2: (("last_hidden_states",),)},
-        shifted=("input_ids", "loss_mask", "logits", "target_probs", "position_mask"),
-        attributes=_LAST_HIDDEN_ATTRIBUTES,
-    )
-)
-register_schema(
-    Schema(
-        FeatureAlgorithm.DFLASH,
-        features=(
-            Feature("hidden_states", ("B", "S", "L*H"), "float"),
-            *_INPUTS,
-            _LOGITS,
-            _LAST_HIDDEN,
-            *_PACKING_FEATURES,
-        ),
-        supervision={1: ((), ("logits",)), 2: (("last_hidden_states",),)},
-        min_supervised_run=2,
-        attributes=_LAST_HIDDEN_ATTRIBUTES,
-    )
-)
-register_schema(
-    Schema(
-        FeatureAlgorithm.DSPARK,
-        features=(
-            Feature("target_hidden_states", ("B", "S", "L*H"), "float"),
-            Feature("target_last_hidden_states", ("B", "S", "H"), "float"),
-            *_INPUTS,
-            *_PACKING_FEATURES,
-        ),
-        supervision={1: ((),)},
-        renames={"hidden_states": "target_hidden_states", "last_hidden_states": "target_last_hidden_states"},
-        min_supervised_run=2,
-    )
-)

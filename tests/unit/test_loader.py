@@ -12,7 +12,7 @@ from nccl_stream.loader import FeatureDataLoader
 from nccl_stream.producer import FeatureProducer
 from nccl_stream.queue import Lease, SampleRefQueue, VisibilityTimeout
 from nccl_stream.refs import FeatureAlgorithm
-from nccl_stream.schema import FRAME_ATTRIBUTE, NORM_ATTRIBUTE
+from nccl_stream.schema import NORM_ATTRIBUTE
 from nccl_stream.stores.local import LocalFeatureStore
 from nccl_stream.target import Eagle3TargetBatch
 from tests.unit.pipeline_support import (
@@ -288,10 +288,10 @@ def bad_schema_ref(rig: Rig, **changes):
             "without": ("logits",),
             "extra": {"last_hidden_states": torch.zeros(1, SEQ, 4)},
             "schema_version": 2,
-            "attributes": {NORM_ATTRIBUTE: "post", FRAME_ATTRIBUTE: "shifted"},
+            "attributes": {NORM_ATTRIBUTE: "post"},
         },
     ],
-    ids=["no supervision", "version", "two supervisions", "partial packing", "supervision without a batch"],
+    ids=["no supervision", "version", "two supervisions", "partial packing", "no frame"],
 )
 def test_ref_with_a_bad_schema_raises_once_and_is_gone_with_its_bytes(rig, changes, monkeypatch):
     gets, get = [], rig.store.get
@@ -300,7 +300,7 @@ def test_ref_with_a_bad_schema_raises_once_and_is_gone_with_its_bytes(rig, chang
     rig.queue.put(bad_schema_ref(rig, **changes))
     rig.fill(1)
     loader = FeatureDataLoader(rig.queue, rig.store)
-    with pytest.raises(ValueError, match=r"supervision|version|pack"):
+    with pytest.raises(ValueError, match=r"supervision|version|pack|frame"):
         next(loader)
     assert (rig.queue.pending_count(), rig.queue.outstanding_count(), rig.resident) == (1, 0, 1)
     assert [fill_of(batch) for batch in loader] == [1]
