@@ -364,8 +364,8 @@ class Stream:
         self._arena = Arena(config.max_bytes + config.slot_bytes(), self.device)
         window = self._place.num_drafts * config.samples_per_round
         residency: Residency[OwnedBytes] = Residency(
-            max_samples=config.max_samples,
-            # A draft that has nothing may always be given a round, whatever the others hold: see room_for().
+            # A draft that lacks samples may always be given a round, whatever the others hold: see room_for().
+            max_samples=None if config.max_samples is None else config.max_samples + window,
             max_bytes=config.max_bytes + window * config.max_sample_bytes,
             high_watermark_bytes=config.high_watermark,
             low_watermark_bytes=config.low_watermark,
@@ -380,6 +380,7 @@ class Stream:
             residency=residency,
             arena=self._arena,
             soft_cap_bytes=config.max_bytes,
+            soft_cap_samples=config.max_samples,
             starving=side.starving,
             check_finite=config.check_finite,
         )

@@ -86,6 +86,7 @@ class TargetSide:
         self.delivery = OwnerDelivery(
             self,
             ranks=self._linked,
+            round_samples=1 if config.end == "ragged" else config.samples_per_round,
             num_drafts=num_drafts,
             static=config.assignment == "static",
             window=config.announce_window,

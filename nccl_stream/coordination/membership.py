@@ -353,6 +353,13 @@ class Membership:
     def publish_status(self, status: dict[str, Any]) -> None:
         self._set(f"status/{self.inc}", status)
 
+    def tombstone(self, inc: str) -> Gone | None:
+        """Why ``inc`` is no longer a member; None while it is, or when the tombstone is damaged."""
+        try:
+            return self._read_gone(inc)
+        except WireFormatError:
+            return None
+
     def _read_gone(self, inc: str) -> Gone | None:
         value = self._get(f"gone/{inc}")
         return None if value is None else _parse_gone(value)
