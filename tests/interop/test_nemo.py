@@ -354,6 +354,17 @@ class TestConformanceThroughBothAdapters(FeatureStoreConformance):
         return lambda **caps: _StoreFromNemo(_StoreForNemo(nccl_stream.LocalFeatureStore(**caps)))
 
 
+def test_our_store_keeps_its_own_word_on_whether_waiting_helps():
+    class Refusing(RecordingStore):
+        def put(self, *args, **kwargs):
+            raise CapacityError("never", can_wait=False)
+
+    store = _StoreFromNemo(_StoreForNemo(Refusing()))
+    with pytest.raises(CapacityError, match="never") as info:
+        store.put("s", make_sample(), "run")
+    assert not info.value.can_wait
+
+
 def test_ref_survives_the_way_there_and_back(our_store):
     ref = our_store.put("s", make_sample(), "run", num_tokens=3, target_model_version="7", draft_weight_version="9")
     there = to_nemo_ref(ref)
