@@ -51,7 +51,7 @@ def parse_arguments() -> argparse.Namespace:
     what = parser.add_argument_group("what is trained")
     what.add_argument("--target", default="default", help="'default' or hf:NAME_OR_PATH")
     what.add_argument("--text", type=Path, default=ASSETS / "text.txt", help="UTF-8 text to train on")
-    what.add_argument("--steps", type=int, default=300, help="optimizer steps (default 300)")
+    what.add_argument("--steps", type=int, default=240, help="optimizer steps (default 240)")
     what.add_argument("--batch", type=int, default=4, help="rows per draft rank and step (default 4)")
     what.add_argument("--seq-len", type=int, default=256, help="tokens per row (default 256)")
     what.add_argument("--ttt-steps", type=int, default=3, help="training-time-test steps (default 3)")

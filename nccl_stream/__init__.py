@@ -10,6 +10,7 @@ from nccl_stream.session import Stream, connect
 from nccl_stream.store import FeatureStore, StoreHandle, StoreHealth
 from nccl_stream.stores.local import LocalFeatureStore
 from nccl_stream.stores.nccl import NcclFeatureStore
+from nccl_stream.stores.shared_dir import SharedDirFeatureStore
 
 __all__ = [
     "AsyncFeaturePipeline",
@@ -25,6 +26,7 @@ __all__ = [
     "PromptSource",
     "SampleRef",
     "SampleRefQueue",
+    "SharedDirFeatureStore",
     "StoreHandle",
     "StoreHealth",
     "Stream",

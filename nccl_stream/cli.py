@@ -26,7 +26,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _keep_store(host: str, port: int) -> int:
     try:
         store = tcp_store(host, port, serve=True, timeout=30.0)
-    except RuntimeError as exc:
+    except (RuntimeError, OSError) as exc:
         sys.stderr.write(f"nccl-stream store: cannot listen on {host}:{port}: {str(exc).splitlines()[0]}\n")
         return 1
     bound: int = store.port  # type: ignore[attr-defined]  # torch's stubs leave it out

@@ -16,6 +16,7 @@ End = Literal["drop", "pad", "ragged"]
 OnLoss = Literal["continue", "raise"]
 
 MIB = 1024 * 1024
+ALIGN_BYTES = 256  # slots and their features start on such boundaries
 
 # Ranks may differ in what is theirs alone: memory sizes, the device index, how they issue transfers.
 _OWN_FIELDS = frozenset(
@@ -54,7 +55,7 @@ class StreamConfig:
         draft_restart_timeout: seconds for which a dead draft rank is awaited; None: 0 in one launch (everything
             restarts together), 300 in two.
         announce_window: samples an owner may have announced to one draft and not yet been answered.
-        chunk_bytes: largest single transfer operation.
+        chunk_bytes: largest single transfer operation; a multiple of 256.
         depth: transfer operations in flight per link.
         on_loss: whether samples that died with their owner raise at once (``"raise"``) or only when no owner remains.
         issue: NCCL calls come from a thread of the package (``"thread"``) or from ``stream.pump()`` (``"pump"``).
@@ -96,6 +97,8 @@ class StreamConfig:
             self._check_positive(name, int)
         for name in ("lease", "heartbeat", "death_timeout", "connect_timeout", "transfer_timeout", "held_timeout"):
             self._check_positive(name, (int, float))
+        if self.chunk_bytes % ALIGN_BYTES:
+            raise ConfigError(f"chunk_bytes must be a multiple of {ALIGN_BYTES}, got {self.chunk_bytes}")
         if type(self.max_failures) is not int or self.max_failures < 0:
             raise ConfigError(f"max_failures must be 0 or more, got {self.max_failures!r}")
         if self.max_samples is not None:

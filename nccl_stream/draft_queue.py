@@ -144,6 +144,18 @@ class DraftQueue:
             self._side._expire()
             return self._side.table.counts.expired - before
 
+    # -- what a consumer must know to form batches -------------------------------------------------------------------
+
+    @property
+    def samples_per_round(self) -> int:
+        """Samples that a step of this rank consumes; the memory is sized for them."""
+        return self._side.config.samples_per_round
+
+    @property
+    def is_aligned(self) -> bool:
+        """Whether the draft ranks take every round together."""
+        return self._side.config.end != "ragged"
+
     # -- state -------------------------------------------------------------------------------------------------------
 
     @property

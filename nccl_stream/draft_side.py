@@ -191,6 +191,10 @@ class DraftSide:
         self._tasks.append(lambda documents: self._write_end(documents, decision))
         self.node.wake()
 
+    def find_end(self) -> None:
+        self._tasks.append(self._find_end)
+        self.node.wake()
+
     # -- LinkOwner -----------------------------------------------------------------------------------------------------
 
     def link_up(self, inc: str, gen: int) -> None:
@@ -289,7 +293,7 @@ class DraftSide:
             elif isinstance(message, Have):
                 self._early_haves.append((inc, message))
             elif isinstance(message, Go) and self.rounds is not None:
-                self.rounds.on_go(message)
+                self.rounds.on_go(inc, message)
             elif isinstance(message, End):
                 self._tasks.append(self._read_end)
             elif isinstance(message, Leaving):
@@ -372,9 +376,22 @@ class DraftSide:
     def _write_end(self, documents: ControlStore, decision: EndDecision) -> None:
         documents.compare_set(f"cohort/{self.cohort}/end", None, decision.to_wire())
         self._read_end(documents)
+        self._tell_end()
+
+    def _tell_end(self) -> None:
         for member in self.node.members():
             if member.gone is None and member.inc != self.node.inc:
                 self.node.send(member.inc, End(self.cohort))
+
+    def _find_end(self, documents: ControlStore) -> None:
+        if documents.get(f"cohort/{self.cohort}/end") is not None:
+            self._read_end(documents)
+            self._tell_end()
+            return
+        with self.cond:
+            if self.rounds is not None:
+                self.rounds.no_end()
+            self._changed()
 
     def _read_end(self, documents: ControlStore) -> None:
         try:
@@ -445,19 +462,15 @@ class DraftSide:
     # -- the owners' estates -------------------------------------------------------------------------------------------
 
     def _tell_estates(self) -> None:
-        alive = self.node.alive("draft")
-        if not alive:
-            return
-        for owner in self.obituaries.untold(alive[0].inc):
+        for owner in self.obituaries.untold():
             if self.intake.in_transfer(owner):
                 continue
-            held, acked = self.intake.estate(owner)
-            self.obituaries.told(owner, alive[0].inc)
-            estate = Estate(owner, list(held), list(acked))
-            if alive[0].inc == self.node.inc:
-                self.obituaries.heard(self.node.inc, estate)
-            else:
-                self.node.send(alive[0].inc, estate)
+            estate = self.obituaries.estate(owner, *self.intake.estate(owner))
+            self.obituaries.told(owner)
+            self.obituaries.heard(self.node.inc, estate)
+            for draft in self.node.alive("draft"):
+                if draft.inc != self.node.inc:
+                    self.node.send(draft.inc, estate)
 
     def _write_obituary(self, documents: ControlStore, owner: str) -> None:
         with self.cond:
@@ -631,6 +644,8 @@ class DraftSide:
         """Take nothing more: hand back what is not leased and tell everybody. Idempotent."""
         with self.cond:
             already = self._cleaned
+            if self.rounds is not None:
+                self.rounds.leave()
             self.clean_up()
             self.cond.notify_all()
         if not already:

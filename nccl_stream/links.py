@@ -203,11 +203,17 @@ class Links:
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
             inc, gen = job
-            with self._lock:
-                entry = self._entries[inc]
-                if self._closed or entry.gone or entry.gen != gen or entry.state != "opening":
-                    continue
-            self._open(entry, gen)
+            entry = self._entries[inc]
+            if self._is_opening(entry, gen):
+                self._open(entry, gen)
+
+    def _is_opening(self, entry: _Entry, gen: int) -> bool:
+        with self._lock:
+            return self._is_wanted(entry, gen)
+
+    def _is_wanted(self, entry: _Entry, gen: int) -> bool:
+        """Whether generation ``gen`` is still to be opened; the lock is held."""
+        return entry.gen == gen and entry.state == "opening" and not entry.gone and not self._closed
 
     def _open(self, entry: _Entry, gen: int) -> None:
         me, peer = self._node.inc, entry.member
@@ -222,6 +228,7 @@ class Links:
                 self._device,
                 self._open_timeout,
                 peer=peer.label,
+                cancelled=lambda: not self._is_opening(entry, gen),
             )
             channel = self._engine.attach(
                 link,
@@ -229,6 +236,8 @@ class Links:
                 on_failed=lambda error, tokens: self._failed(peer.inc, gen, error, tokens),
             )
         except (NcclStreamError, RuntimeError) as exc:
+            if not self._is_opening(entry, gen):
+                return  # the peer is gone, or has called this attempt off
             with self._lock:
                 entry.failures += 1
                 failures = entry.failures
@@ -238,7 +247,7 @@ class Links:
                 self._owner.link_given_up(peer, exc)
             return
         with self._lock:
-            current = entry.gen == gen and entry.state == "opening" and not entry.gone and not self._closed
+            current = self._is_wanted(entry, gen)
             if current:
                 entry.channel, entry.state, entry.failures = channel, "up", 0
         if not current:

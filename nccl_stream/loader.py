@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Literal
+from typing import Any, Literal, NoReturn
+
+from torch.utils.data import IterableDataset
 
 from nccl_stream import _compat
 from nccl_stream.batch import FeatureBatch, batch_of
-from nccl_stream.errors import ConfigError, MisuseError, SchemaError
+from nccl_stream.batching import Batcher, BatchRule, collate, extent_of
+from nccl_stream.errors import ConfigError, MisuseError, PeerLostError, ProducerFailedError, SchemaError
 from nccl_stream.queue import Lease, SampleRefQueue
 from nccl_stream.refs import FeatureAlgorithm
+from nccl_stream.renewal import LeaseRenewer
 from nccl_stream.schema import schema_of, validate_ref
 from nccl_stream.store import FeatureStore, StoreHandle
 from nccl_stream.vocab import VOCABULARY_ATTRIBUTE, DraftVocabulary
@@ -27,9 +33,6 @@ logger = logging.getLogger(__name__)
 WAITING_LOG_S = 30.0
 """Seconds without a sample after which a waiting loader says so, and again after as long."""
 
-RENEWALS_PER_TIMEOUT = 3
-"""A held lease is renewed this often within its visibility timeout, so two renewals may be late before it expires."""
-
 
 @dataclass(frozen=True)
 class _Held:
@@ -39,30 +42,50 @@ class _Held:
     handle: StoreHandle | None
 
 
-class FeatureDataLoader:
-    """Iterates over the batches of a queue, one sample each.
+class FeatureDataLoader(IterableDataset[Any]):
+    """Iterates over the batches of a queue.
 
-    A sample is acked, and then its store handle released, on the next pull, so that the trainer can use a batch for a
-    whole step. Iteration ends when the queue is closed and nothing is pending or leased any more, by anyone: a lease
-    that another consumer fails comes here. A producer that failed is an error, after the samples it had made.
+    A batch is one sample, or several: ``batch_size`` of them, as many as fit ``max_tokens``, or both. They are joined
+    along their rows, shorter ones padded on the right without loss or attention, unless ``collate_fn`` does otherwise.
+    Only the last batch may have fewer samples than were asked for, besides one of whose samples could not be fetched.
+
+    The samples of a batch are acked, and then their store handles released, on the next pull, so that the trainer can
+    use a batch for a whole step. Iteration ends when the queue is closed and nothing is pending or leased any more, by
+    anyone: a lease that another consumer fails comes here. A producer that failed is an error, after the samples it had
+    made. The number of batches is not known before, so there is no ``len``.
+
+    On a stream whose draft ranks stop together, batches never reach over the end of a round (``StreamConfig.batch_size
+    * accumulation`` samples per rank). With ``length_buckets`` the samples of a round are ordered by length before they
+    are cut into batches, of which every rank has equally many; with ``max_tokens`` it may have another number than the
+    others, so step the optimizer where :attr:`at_round_end` says so.
 
     While a sample is held, a small daemon thread renews its lease, so a long step loses nothing; a process that dies
     stops renewing. Leaving the context because of an exception gives the samples in hand back instead of acking them:
-    the last one counts as a failed delivery, the others as never delivered. A trainer that only catches the exception
-    around the ``for`` loop should use the loader as a context manager for that reason.
+    those of the last batch count as failed deliveries, the others as never delivered. A trainer that only catches the
+    exception around the ``for`` loop should use the loader as a context manager for that reason.
+
+    It is an ``IterableDataset``: ``DataLoader(loader, batch_size=None)`` works in this process, and with its default
+    ``collate_fn`` yields plain dicts. Leases live in the process that took them, so worker processes are refused.
 
     Args:
         queue: Where leases come from. :meth:`close` closes it.
         store: Where refs are materialized.
         algorithm: The algorithm whose batches are yielded; EAGLE-3 by default.
         acquire_poll_interval: Longest uninterrupted wait for a ref, in seconds. A ref that comes ends the wait at once.
-        ack: ``"next"`` acks a sample on the next pull. ``"step"`` keeps all samples until :meth:`step`, called after
-            the optimizer's step, so that a death in the middle of gradient accumulation brings them again; iteration
-            then also ends while samples are held here, and they are acked by a last :meth:`step`.
+        ack: ``"next"`` acks a batch on the next pull. ``"step"`` keeps all of them until :meth:`step`, called after
+            the optimizer's step, so that a death in the middle of gradient accumulation brings their samples again;
+            iteration then also ends while samples are held here, and they are acked by a last :meth:`step`.
+        batch_size: Samples per batch; one by default, or no limit where there is a ``max_tokens``.
+        collate_fn: Makes the batch of the batch objects of its samples; :func:`nccl_stream.batching.collate` by
+            default. Their tensors are valid until the batch is settled.
+        max_tokens: Most tokens of a batch, padding included (rows times the longest). A longer sample comes alone.
+        length_buckets: Ascending upper bounds of lengths; a batch takes its samples from between two of them. Samples
+            that wait for their batch are leased and occupy memory.
         vocabulary: The draft vocabulary of this side. Samples over another one are refused.
 
     Raises:
-        ConfigError: (a ``ValueError``) an ``acquire_poll_interval`` that is not positive, or another ``ack``.
+        ConfigError: (a ``ValueError``) a value that is not positive, another ``ack``, bounds that do not ascend, or a
+            ``batch_size`` that does not divide the round of the stream.
     """
 
     def __init__(
@@ -73,6 +96,10 @@ class FeatureDataLoader:
         acquire_poll_interval: float = 0.05,
         *,
         ack: Literal["next", "step"] = "next",
+        batch_size: int | None = None,
+        collate_fn: Callable[[list[FeatureBatch]], Any] | None = None,
+        max_tokens: int | None = None,
+        length_buckets: Sequence[int] = (),
         vocabulary: DraftVocabulary | None = None,
     ) -> None:
         if not acquire_poll_interval > 0:
@@ -81,66 +108,106 @@ class FeatureDataLoader:
             )
         if ack not in ("next", "step"):
             raise ConfigError(f"ack must be 'next' or 'step', got {ack!r}")
+        rule = BatchRule(batch_size, max_tokens, tuple(length_buckets))
         self._queue = queue
         self._store = store
         self._algorithm = FeatureAlgorithm.EAGLE3 if algorithm is None else algorithm
         self._poll_interval = acquire_poll_interval
         self._ack_on_next = ack == "next"
         self._vocabulary = vocabulary
+        self._collate: Callable[[list[FeatureBatch]], Any] = collate if collate_fn is None else collate_fn
+        # Streams say how many samples a step of this rank consumes; their memory is sized for that.
+        self._per_round: int | None = getattr(queue, "samples_per_round", None)
+        self._is_aligned: bool = self._per_round is not None and getattr(queue, "is_aligned", False)
+        self._check_round(rule)
+        cuts_rounds = self._is_aligned and (rule.max_tokens is not None or bool(rule.length_buckets))
         self._lock = threading.Lock()
-        self._held: list[_Held] = []
+        # A sample's way: waiting for its batch, in the group that is being fetched, fetched, held until it is settled.
+        self._waiting: Batcher[Lease] = Batcher(rule, window=self._per_round if cuts_rounds else None)
+        self._group: deque[Lease] = deque()
+        self._fetched: list[tuple[_Held, FeatureBatch]] = []
+        self._held: list[tuple[_Held, ...]] = []
+        self._num_taken = 0
         self._closed = False
-        self._renewer = _LeaseRenewer(getattr(queue, "extend", None))
+        self._pid = os.getpid()
+        self._renewer = LeaseRenewer(getattr(queue, "extend", None))
         # A loader that is dropped without close() must not renew for ever. Only signals: it may run on any thread.
         weakref.finalize(self, self._renewer.signal_stop).atexit = False
+
+    def _check_round(self, rule: BatchRule) -> None:
+        per_round, size = self._per_round, rule.most_samples
+        if per_round is None or size is None:
+            return
+        if size > per_round or (self._is_aligned and per_round % size):
+            raise ConfigError(
+                f"batch_size={size} does not go into the {per_round} samples that the stream plans per round and draft "
+                f"rank: set StreamConfig(batch_size={size}, accumulation=<batches per optimizer step>) on all ranks"
+            )
 
     @property
     def sample_ids(self) -> tuple[str, ...]:
         """Ids of the samples in hand, oldest first."""
         with self._lock:
-            return tuple(held.lease.ref.sample_id for held in self._held)
+            return tuple(held.lease.ref.sample_id for batch in self._held for held in batch)
+
+    @property
+    def at_round_end(self) -> bool:
+        """Whether the batches yielded so far end a round, where all draft ranks step; always true without rounds."""
+        with self._lock:
+            if not self._is_aligned:
+                return True
+            assert self._per_round is not None
+            return not self._waiting and self._num_taken % self._per_round == 0
 
     def __iter__(self) -> FeatureDataLoader:
+        self._check_process()
         return self
 
-    def __next__(self) -> FeatureBatch:
+    def __next__(self) -> Any:
         """Return the next batch; with ``ack="next"``, settle the previous one first. Blocks until there is one.
 
         Returns:
-            The algorithm's batch object, with the sample's id and attributes. Its tensors are valid until the sample
-            is settled; copy what you keep for longer.
+            The algorithm's batch object, with the samples' ids and attributes, or what ``collate_fn`` made. Its tensors
+            are valid until it is settled; copy what you keep for longer.
 
         Raises:
             StopIteration: The queue is drained, or the loader closed.
             ProducerFailedError: The producing side failed, and what it had produced is consumed.
-            MisuseError: (a ``ValueError``) the ref is for another algorithm, or over another draft vocabulary; it stays
-                in the queue.
-            SchemaError: (a ``ValueError``) the ref breaks its schema; it and its stored sample are dropped for good.
-            Exception: What the store raised; the lease is failed, so the sample comes again.
+            MisuseError: (a ``ValueError``) a ref is for another algorithm, and stays in the queue; samples cannot be
+                joined, and are failed; with ``ack="step"``, a whole round was yielded without a :meth:`step`; this is
+                another process than the one that made the loader.
+            SchemaError: (a ``ValueError``) a ref breaks its schema; it and its stored sample are dropped for good.
+            Exception: What the store or ``collate_fn`` raised; the leases are failed, so the samples come again. Other
+                samples of the batch are kept, and come with the next pull.
         """
+        self._check_process()
         if self._ack_on_next:
             self._settle()
-        lease = self._next_lease()
-        if lease is None:
+        elif self._per_round is not None and len(self.sample_ids) >= self._per_round:
+            raise MisuseError(
+                f"{len(self.sample_ids)} samples were yielded without a step(), and the stream's memory is sized for "
+                f"{self._per_round} per optimizer step: call loader.step() after each, or raise accumulation in "
+                "StreamConfig. (A data loader that Accelerate has prepared pulls ahead: iterate this one directly.)"
+            )
+        if not self._fetch_batch():
             if not self.sample_ids:
                 self._renewer.close()
             raise StopIteration
-        self._renewer.hold(lease)
+        with self._lock:
+            fetched, self._fetched = self._fetched, []
         try:
-            batch, handle = self._materialize(lease)
-        except SchemaError:
-            self._renewer.drop(lease)
-            self._drop_for_good(lease)
-            raise
+            batch = self._collate([batch for _, batch in fetched])
         except BaseException as error:
-            self._give_back(lease, error)
+            for held, _ in reversed(fetched):
+                self._give_back(held.lease, error)
             raise
         with self._lock:
             if not self._closed:
-                self._held.append(_Held(lease, handle))
+                self._held.append(tuple(held for held, _ in fetched))
                 return batch
         # Closed by another thread meanwhile: the batch must not be yielded, so it was never delivered.
-        self._give_back(lease, None)
+        for held, _ in reversed(fetched):
+            self._give_back(held.lease, None)
         self._renewer.close()
         raise StopIteration
 
@@ -155,8 +222,8 @@ class FeatureDataLoader:
     def close(self) -> None:
         """Settle what is in hand, close the queue and end the iteration. Idempotent.
 
-        With ``ack="next"`` the sample in hand is acked. With ``ack="step"`` samples without a :meth:`step` have not
-        reached the weights: they go back to the queue.
+        With ``ack="next"`` the batch in hand is acked. With ``ack="step"`` samples without a :meth:`step` have not
+        reached the weights: they go back to the queue. So do samples that waited for their batch.
         """
         try:
             if self._ack_on_next:
@@ -175,17 +242,32 @@ class FeatureDataLoader:
         else:
             self._end(exc)
 
+    def __getstate__(self) -> NoReturn:
+        raise MisuseError("a FeatureDataLoader cannot be copied or sent to another process: use num_workers=0")
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise MisuseError(
+                "this FeatureDataLoader was made in another process, where its leases live; under "
+                "torch.utils.data.DataLoader use num_workers=0 (fetching ahead is the stream's own work)"
+            )
+
     def _end(self, reason: BaseException | None) -> None:
-        """Give back what is held (the last one as failed, if there is a reason) and shut down."""
+        """Give everything back (the last batch as failed, if there is a reason) and shut down."""
         with self._lock:
             self._closed = True
-            held, self._held = self._held, []
+            yielded = [[held.lease for held in batch] for batch in self._held]
+            unused = [held.lease for held, _ in self._fetched] + [*self._group, *self._waiting.take_all()]
+            self._held, self._fetched = [], []
+            self._group.clear()
+        last = yielded.pop() if yielded else []
+        back = [(lease, None) for batch in yielded for lease in batch]
+        ordered = [*back, *((lease, reason) for lease in last), *((lease, None) for lease in unused)]
         try:
             # Newest first: each goes to the head of the queue, so together they keep their order. Handles are dropped,
             # not released: releasing frees the sample, and it is needed again.
-            while held:
-                self._give_back(held.pop().lease, reason)
-                reason = None
+            while ordered:
+                self._give_back(*ordered.pop())
         finally:
             self._renewer.close()
             self._queue.close()
@@ -204,9 +286,11 @@ class FeatureDataLoader:
             with self._lock:
                 if not self._held:
                     return
-                held = self._held.pop(-1 if last_only else 0)
+                index = -1 if last_only else 0
+                held, *rest = self._held[index]
+                self._held[index : index + 1 or None] = [tuple(rest)] if rest else []
             self._settle_one(held)
-            if last_only:
+            if last_only and not rest:
                 return
 
     def _settle_one(self, held: _Held) -> None:
@@ -224,44 +308,133 @@ class FeatureDataLoader:
         else:
             self._store.release(held.handle)
 
+    # -- from the queue to a batch --
+
+    def _fetch_batch(self) -> bool:
+        """Fetch the samples of the next batch, waiting for them; False at the end."""
+        with self._lock:
+            begun = bool(self._group or self._fetched)
+        if not begun and not self._gather():
+            return False
+        while True:
+            with self._lock:
+                if self._closed or not self._group:
+                    return not self._closed
+                lease = self._group.popleft()
+            try:
+                batch, handle = self._materialize(lease)
+            except SchemaError:
+                self._drop_for_good(lease)
+                raise
+            except BaseException as error:
+                self._give_back(lease, error)
+                raise
+            with self._lock:
+                if not self._closed:
+                    self._fetched.append((_Held(lease, handle), batch))
+                    continue
+            self._give_back(lease, None)
+
+    def _gather(self) -> bool:
+        """Lease the samples of the next batch; False at the end."""
+        while True:
+            with self._lock:
+                full = not self._is_aligned and self._per_round is not None and len(self._waiting) >= self._per_round
+                # More than the memory is sized for must not wait here: the next sample might never fit.
+                group = self._waiting.flush() if full else self._waiting.pop()
+                if group is not None:
+                    self._group.extend(group)
+                    return True
+            try:
+                lease = self._next_lease()
+            except (ProducerFailedError, PeerLostError):
+                if not self._flush():
+                    raise  # Otherwise it is raised again by the next pull.
+                return True
+            if lease is None:
+                return self._flush()
+            self._admit(lease)
+
+    def _flush(self) -> bool:
+        with self._lock:
+            group = self._waiting.flush()
+            self._group.extend(group or ())
+            return group is not None
+
+    def _admit(self, lease: Lease) -> None:
+        """Take a lease in whose ref this loader serves."""
+        ref = lease.ref
+        self._renewer.hold(lease)
+        with self._lock:
+            self._num_taken += 1
+        try:
+            if ref.algorithm is not self._algorithm:
+                raise MisuseError(
+                    f"this loader serves {self._algorithm.value}, but sample {ref.sample_id!r} is for "
+                    f"{ref.algorithm.value}"
+                )
+            if not _is_padding(lease):
+                validate_ref(ref)
+            rows, length = extent_of(schema_of(ref.algorithm), ref)
+        except BaseException as error:
+            with self._lock:
+                self._waiting.skip()
+            if isinstance(error, SchemaError):
+                self._drop_for_good(lease)
+            else:
+                self._give_back(lease, error)
+            raise
+        with self._lock:
+            if not self._closed:
+                self._waiting.add(lease, rows, length)
+                return
+        self._give_back(lease, None)
+
     def _next_lease(self) -> Lease | None:
-        """Wait for a lease; None at the end."""
+        """Wait for a lease; None at the end, and when what waits here had better be used first."""
         started = logged = time.monotonic()
         while not self._closed:
             lease = self._queue.acquire(self._poll_interval)
             if lease is not None:
                 return lease
-            if self._at_end():
+            if self._at_end() or self._blocks_producers():
                 return None
             now = time.monotonic()
             if now - logged >= WAITING_LOG_S:
                 logged = now
                 logger.info(
-                    "waiting for a sample for %.0f s: queue closed=%s, pending %d, leased %d",
+                    "no sample for %.0f s: queue closed=%s, pending %d, leased %d, of which %d wait here for a "
+                    "full batch and %d for their step",
                     now - started,
                     self._queue.is_closed,
                     self._queue.pending_count(),
                     self._queue.outstanding_count(),
+                    len(self._waiting),
+                    len(self.sample_ids),
                 )
         return None
 
     def _at_end(self) -> bool:
-        if not self._held:
+        if not self._held and not self._waiting:
             return _compat.is_drained(self._queue)
         # What is leased includes our own, which the trainer settles after the iteration.
         return self._queue.is_closed and self._queue.pending_count() == 0
 
+    def _blocks_producers(self) -> bool:
+        """Whether the store is full while samples wait here for their batch: nothing more would ever come.
+
+        A stream has room for its whole round, and counts on full batches.
+        """
+        if self._per_round is not None or not self._waiting or self._queue.pending_count():
+            return False
+        return self._store.health().high_watermark_hit
+
     def _materialize(self, lease: Lease) -> tuple[FeatureBatch, StoreHandle | None]:
         ref = lease.ref
-        if ref.algorithm is not self._algorithm:
-            raise MisuseError(
-                f"this loader serves {self._algorithm.value}, but sample {ref.sample_id!r} is for {ref.algorithm.value}"
-            )
-        if getattr(lease, "is_padding", False):
+        if _is_padding(lease):
             device = getattr(self._store, "device", None)
             tensors = schema_of(ref.algorithm).padding(ref, device)
             return batch_of(ref.algorithm, tensors, attributes=ref.attributes), None
-        validate_ref(ref)
         if self._vocabulary is not None and VOCABULARY_ATTRIBUTE in ref.attributes:
             self._vocabulary.require_same(ref.attributes[VOCABULARY_ATTRIBUTE], f"the target of {ref.sample_id!r}")
         tensors, handle = self._store.get(ref)
@@ -274,6 +447,7 @@ class FeatureDataLoader:
         return batch, handle
 
     def _drop_for_good(self, lease: Lease) -> None:
+        self._renewer.drop(lease)
         _compat.ack(self._queue, lease)
         try:
             self._store.discard(lease.ref)
@@ -281,82 +455,5 @@ class FeatureDataLoader:
             logger.exception("the sample of the refused ref %s could not be dropped", lease.ref.sample_id)
 
 
-class _LeaseRenewer:
-    """Renews the held leases from a daemon thread, which exists only while there are some.
-
-    Args:
-        extend: Renews one lease for another visibility timeout; False when it is lost. None disables everything.
-    """
-
-    def __init__(self, extend: Callable[[Lease], bool] | None) -> None:
-        self._extend = extend
-        # Reentrant, since signal_stop may run in a garbage collection in the middle of one of these methods.
-        self._changed = threading.Condition(threading.RLock())
-        self._due: dict[int, tuple[float, Lease]] = {}
-        self._thread: threading.Thread | None = None
-        # Each thread runs for one generation, so that stopping one can never stop or miss its successor.
-        self._generation = 0
-
-    def hold(self, lease: Lease) -> None:
-        if self._extend is None:
-            return
-        with self._changed:
-            self._due[lease.lease_id] = (time.monotonic() + _renewal_period(lease), lease)
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._run, args=(self._generation,), name="feature-loader-leases", daemon=True
-                )
-                self._thread.start()
-            self._changed.notify_all()
-
-    def drop(self, lease: Lease) -> None:
-        with self._changed:
-            self._due.pop(lease.lease_id, None)
-
-    def signal_stop(self) -> None:
-        with self._changed:
-            self._generation += 1
-            self._due.clear()
-            self._changed.notify_all()
-
-    def close(self) -> None:
-        """Stop renewing and join the thread; a later :meth:`hold` starts anew."""
-        with self._changed:
-            self.signal_stop()
-            thread, self._thread = self._thread, None
-        if thread is not None and thread is not threading.current_thread():
-            thread.join()
-
-    def _run(self, generation: int) -> None:
-        while True:
-            with self._changed:
-                if self._generation != generation:
-                    return
-                now = time.monotonic()
-                due = [lease for when, lease in self._due.values() if when <= now]
-                if not due:
-                    next_due = min((when for when, _ in self._due.values()), default=None)
-                    self._changed.wait(None if next_due is None else next_due - now)
-                    continue
-            for lease in due:
-                self._renew(lease)
-
-    def _renew(self, lease: Lease) -> None:
-        try:
-            assert self._extend is not None  # nothing is held otherwise
-            live = self._extend(lease)
-        except Exception:
-            logger.exception("renewing the lease of sample %s failed", lease.ref.sample_id)
-            live = True  # It may work the next time, and costs nothing if not.
-        with self._changed:
-            if lease.lease_id not in self._due:
-                return  # Settled meanwhile.
-            if live:
-                self._due[lease.lease_id] = (time.monotonic() + _renewal_period(lease), lease)
-            else:
-                del self._due[lease.lease_id]
-                logger.warning("the lease of sample %s was lost while it was in use", lease.ref.sample_id)
-
-
-def _renewal_period(lease: Lease) -> float:
-    return lease.visibility_timeout.seconds / RENEWALS_PER_TIMEOUT
+def _is_padding(lease: Lease) -> bool:
+    return bool(getattr(lease, "is_padding", False))

@@ -68,6 +68,7 @@ class _Place:
     one_launch: bool
     scope: str
     global_ranks: tuple[int, ...]
+    hosts_store: bool = False
 
 
 def connect(
@@ -113,7 +114,9 @@ def connect(
     deadline = time.monotonic() + config.connect_timeout
     place = _find_place(store, role, rank, num_targets, num_drafts, target_ranks)
     config.check_run(num_targets=place.num_targets, num_drafts=place.num_drafts)
-    client = _bounded(lambda: _reach_store(store, config.connect_timeout), config.connect_timeout, "reaching the store")
+    client = _bounded(
+        lambda: _reach_store(store, config.connect_timeout), config.connect_timeout + 5.0, "reaching the store"
+    )
     stream = Stream(client, place, run_id, config)
     try:
         _bounded(lambda: stream._join(deadline), config.connect_timeout + 5.0, "joining the run")
@@ -221,8 +224,9 @@ def _find_place(
     own = targets if env_rank in targets else drafts
     # rendezvous() already puts torchrun's restart count into the store's prefix where torchrun hosts the store.
     scope = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    hosts = store is None and env_rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     return _Place(
-        "target" if own is targets else "draft", own.index(env_rank), len(targets), len(drafts), True, scope, own
+        "target" if own is targets else "draft", own.index(env_rank), len(targets), len(drafts), True, scope, own, hosts
     )
 
 
@@ -668,6 +672,9 @@ class Stream:
 
     def _leave(self, kind: str, exc: BaseException | None) -> None:
         self._node.leave(kind, "" if exc is None else f"{type(exc).__name__}: {exc}")
+        if exc is None and self._place.hosts_store:
+            # Without torchrun's agent the first rank keeps the store: it goes last.
+            self._node.wait_alone(self.config.death_timeout)
         self._shut_down()
 
     def _shut_down(self) -> None:

@@ -342,7 +342,7 @@ class TargetSide:
                 "closed": self.delivery.closed,
                 "error": self.delivery.error[:1000],
                 "books": dict(vars(self.delivery.books)),
-                "paused_s": round(self.paused_s, 6),
+                "paused_s": round(self.paused_s + self.store.room_waited_s, 6),
             }
 
     # -- the end -------------------------------------------------------------------------------------------------------
@@ -401,7 +401,6 @@ class TargetQueue:
         side = self._side
         if not isinstance(ref, SampleRef):
             raise MisuseError(f"the queue takes SampleRefs, got {type(ref).__name__}")
-        started = time.monotonic()
         while True:
             if abort_when is not None and abort_when():
                 raise ClosedError(f"put of sample {ref.sample_id!r} was aborted: abort_when() returned True")
@@ -412,11 +411,12 @@ class TargetQueue:
                 admitted = is_open or side.delivery.starving()
             self._gate.call_back()
             if admitted:
-                side.paused_s += time.monotonic() - started
                 side.offer(ref)
                 return
+            started = time.monotonic()
             with side.cond:
                 side.cond.wait(poll_interval)
+                side.paused_s += time.monotonic() - started
 
     def close(self, *, error: BaseException | None = None) -> None:
         """No more puts; what was put is still delivered. ``error`` reaches the draft ranks as a failure."""

@@ -96,7 +96,7 @@ class _Owner:
     inc: str
     rank: int
     gen: int = 0
-    broken: int = 0
+    broken: int = 0  # newest generation that broke
     up: bool = False
     queue: deque[Delivery] = field(default_factory=deque)
     transfers: dict[tuple[int, int], Delivery] = field(default_factory=dict)
@@ -187,8 +187,8 @@ class DraftIntake:
     def announced(self, inc: str, message: Announce) -> None:
         """Take an announcement; answers at once when it is refused or already here, else when memory is granted."""
         owner = self._owners.get(inc)
-        if owner is None or owner.gone or message.gen != owner.gen:
-            self.statistics.stale += 1
+        if owner is None or owner.gone or message.gen != owner.gen or message.gen <= owner.broken:
+            self.statistics.stale += 1  # what was announced on a broken link comes again on the next
             return
         owner.missing.discard(message.order)
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import socket
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -22,11 +23,35 @@ _FOREVER = timedelta(days=30)
 
 
 def tcp_store(host: str, port: int, *, serve: bool, timeout: float) -> Store:
-    """A ``TCPStore``: the server itself, or a client of one; ``RuntimeError`` when that cannot be had in time."""
+    """A ``TCPStore``: the server itself, or a client of one; ``RuntimeError`` or ``OSError`` when it cannot be had.
+
+    The server listens on ``host`` only. Left to itself it would listen on every interface, through an IPv6 socket on
+    which IPv4 clients show with mapped addresses: it looks up the name of each client that connects, on its one thread,
+    and for those only a name server can answer. When that is slow, all clients stand still with it.
+    """
+    listener = _listen(host, port) if serve else None
     store: Store = dist.TCPStore(  # type: ignore[attr-defined]  # torch's stubs leave it out
-        host, port, is_master=serve, wait_for_workers=False, timeout=timedelta(seconds=timeout)
+        host,
+        port if listener is None else listener.getsockname()[1],
+        is_master=serve,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout),
+        master_listen_fd=None if listener is None else listener.detach(),
     )
     return store
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(4096)
+    except OSError:
+        listener.close()
+        raise
+    return listener
 
 
 def clone_store(store: Store) -> Store:

@@ -407,12 +407,11 @@ class Membership:
         epoch = f"e/{self.epoch}"
         return ["epoch", f"{epoch}/rev", f"{epoch}/gone/{self.inc}", *(f"{epoch}/status/{inc}" for inc in watched)]
 
-    def observe(self, inc: str, status: Any) -> float:
-        """Take note of a status that was read; returns for how long its heartbeat has stood still, in seconds."""
+    def observe(self, inc: str, status: Any, now: float) -> float:
+        """Take note of a status that was read at ``now``; returns for how long its heartbeat has stood still, in s."""
         seq = status.get("seq") if type(status) is dict else None
         if type(seq) is not int:
             seq = -1
-        now = self._clock()
         last = self._seen.get(inc)
         if last is None or last[0] != seq:
             self._seen[inc] = (seq, now)

@@ -206,7 +206,10 @@ class StopRequest(Message):
 
 @dataclass(frozen=True)
 class Estate(Message):
-    """Draft to the leading draft: which samples of a dead owner it holds, and which it has acked."""
+    """Draft to all drafts: which samples of a dead owner it holds, and which it has acked.
+
+    To all, because the draft that closes the owner's books may do so after this one, or another leader, has left.
+    """
 
     KIND: ClassVar[str] = "estate"
     owner: str

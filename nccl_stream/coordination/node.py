@@ -94,6 +94,7 @@ class Node:
         self._cond = threading.Condition()
         self._mail = Mailbox(self.inc)
         self._members: dict[str, Member] = {}
+        self._introduced: set[str] = set()
         self._suspects: set[str] = set()
         self._status_seq = 0
         self._state = "new"
@@ -129,10 +130,13 @@ class Node:
     def join(self) -> None:
         """Enter the run and start the threads; blocks up to ``connect_s`` (see :meth:`Membership.join`)."""
         self._membership.join()
+        # Before the clock starts: opening a connection may wait for a name server, on either side.
+        inbox, root = self._root.clone(self.prefix), self._root.clone(self.shape.root)
         self._answered_at = self._clock()
         self._state = "up"
-        for target, name in ((self._receive, "receiver"), (self._steward, "steward"), (self._watch, "watchdog")):
-            thread = threading.Thread(target=self._guard, args=(target,), name=f"nccl-stream-{name}", daemon=True)
+        bodies = (lambda: self._receive(inbox), "receiver"), (lambda: self._steward(root), "steward")
+        for body, name in (*bodies, (self._watch, "watchdog")):
+            thread = threading.Thread(target=self._guard, args=(body,), name=f"nccl-stream-{name}", daemon=True)
             self._threads.append(thread)
             thread.start()
 
@@ -191,6 +195,16 @@ class Node:
             self._notify()
             while self._state == "leaving" and self._fatal is None and self._clock() < deadline + timeout:
                 self._cond.wait(0.05)
+
+    def wait_alone(self, timeout: float) -> None:
+        """After :meth:`leave`: block until all others are gone too; for the process that hosts the store."""
+        if self._fatal is not None or self._state != "left":
+            return
+        membership = self._membership
+        membership.use(self._root.clone(self.shape.root))
+        deadline = self._clock() + timeout
+        while self._clock() < deadline and any(m.gone is None for m in membership.read_roster().values()):
+            self._stop.wait(0.05)
 
     def close(self, timeout: float = 5.0) -> list[str]:
         """Stop the threads; returns the names of those that could not be joined (a frozen store). Idempotent."""
@@ -295,8 +309,7 @@ class Node:
 
     # -- receiver thread ---------------------------------------------------------------------------------------------
 
-    def _receive(self) -> None:
-        inbox = self._root.clone(self.prefix)
+    def _receive(self, inbox: ControlStore) -> None:
         while not self._stop.is_set():
             raw = inbox.pop(f"inbox/{self.inc}")
             empty: list[Any] = []
@@ -306,9 +319,9 @@ class Node:
                     return
                 with self._cond:
                     claimed = packet.get("from") if type(packet) is dict else None
-                    stranger = type(claimed) is str and claimed not in self._members
+                    stranger = type(claimed) is str and claimed not in self._introduced
                     if stranger:
-                        # Mail can overtake our view of the roster: not taken now, it will be sent again.
+                        # Mail can overtake our view of the roster, or the handler's: not taken now, it comes again.
                         self._hurry_roster = True
                         sender, wires = "", empty
                     else:
@@ -341,8 +354,7 @@ class Node:
 
     # -- steward thread ----------------------------------------------------------------------------------------------
 
-    def _steward(self) -> None:
-        root = self._root.clone(self.shape.root)
+    def _steward(self, root: ControlStore) -> None:
         membership = self._membership
         membership.use(root)
         documents = root.scoped(f"e/{self.epoch}")
@@ -387,6 +399,10 @@ class Node:
         membership.publish_status({**self._handler.status(), "seq": self._status_seq})
         watched = self._watched()
         epoch_doc, rev, own_gone, *statuses = root.get_many(membership.watch_keys(watched))
+        answered_at = self._clock()
+        if answered_at - sent_at > self.timing.heartbeat_s:
+            # We may have stood still with an old answer in hand: nobody's silence in that time counts.
+            membership.excuse(answered_at - sent_at)
         self._answered_at = sent_at
         if type(epoch_doc) is dict and epoch_doc.get("epoch") != self.epoch:
             raise FencedError(
@@ -397,7 +413,7 @@ class Node:
             self._check_own_tombstone(root.scoped(f"e/{self.epoch}"))
         for inc, status in zip(watched, statuses, strict=True):
             with self._cond:
-                silent_s = membership.observe(inc, status)
+                silent_s = membership.observe(inc, status, answered_at)
             if silent_s > self.timing.death_s and membership.bury(
                 inc, "died", f"no heartbeat for {silent_s:.1f} s, seen by {self.inc}"
             ):
@@ -453,6 +469,8 @@ class Node:
             logger.info("%s: sees %s%s", self.inc, member.label, "" if member.gone is None else " (gone)")
             if member.gone is None:
                 self._handler.on_joined(member)
+            with self._cond:
+                self._introduced.add(member.inc)
         for member in gone:
             if member.inc == self.inc:
                 if self._state == "up":
@@ -493,11 +511,18 @@ class Node:
     def _watch(self) -> None:
         launched = "TORCHELASTIC_RUN_ID" in os.environ
         period = min(0.25, self.timing.fence_s / 8)
+        looked_at = excused_until = self._clock()
         while not self._stop.wait(period):
             if self._state != "up":
                 return
-            silent_s = self._clock() - self._answered_at
-            if silent_s > self.timing.fence_s:
+            now = self._clock()
+            if now - looked_at > self.timing.fence_s / 2:
+                # It is we who stood still. What the store has done meanwhile is not known, and whether we were buried
+                # is the steward's next question to it.
+                excused_until = now + self.timing.fence_s
+            looked_at = now
+            silent_s = now - self._answered_at
+            if silent_s > self.timing.fence_s and now > excused_until:
                 raise ControlStoreError(
                     f"the control store has not answered for {silent_s:.1f} s (limit {self.timing.fence_s:.1f} s): its "
                     "host is down, frozen or cut off. This process stops before its peers may take over its samples."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections import Counter
 from dataclasses import dataclass, field
@@ -17,6 +18,19 @@ __all__ = ["Obituaries", "is_obituary"]
 logger = logging.getLogger(__name__)
 
 MAX_IDS = 50_000
+MAX_IDS_CHARS = 1_000_000  # of a document or message of ids; a store value may have four million
+
+
+def _bounded(ids: list[str]) -> list[str]:
+    """As many of the first ids as a document may hold."""
+    room = MAX_IDS_CHARS
+    for count, sample_id in enumerate(ids[:MAX_IDS]):
+        room -= len(json.dumps(sample_id)) + 1
+        if room < 0:
+            return ids[:count]
+    return ids[:MAX_IDS]
+
+
 COUNTS = ("put", "acked", "dropped", "dead", "held", "lost")
 
 
@@ -37,7 +51,6 @@ class _Dead:
     kind: str
     reason: str
     heirs: frozenset[str]
-    told_to: str = ""
     estates: dict[str, Estate] = field(default_factory=dict)
     document: dict[str, Any] | None = None
     outcomes: Counter[str] = field(default_factory=Counter)
@@ -61,14 +74,21 @@ class Obituaries:
         for sender, estate in early:
             self.heard(sender, estate)
 
-    def untold(self, leader: str) -> list[str]:
-        """Owners whose estate this draft has not yet declared to the leading draft."""
-        return [owner for owner, dead in self._dead.items() if dead.document is None and dead.told_to != leader]
+    def untold(self) -> list[str]:
+        """Owners whose estate this draft has not yet declared."""
+        return [owner for owner, dead in self._dead.items() if not dead.counting]
 
-    def told(self, owner: str, leader: str) -> None:
+    def told(self, owner: str) -> None:
         """From now on what happens to this draft's share counts after the estate."""
-        self._dead[owner].told_to = leader
         self._dead[owner].counting = True
+
+    @staticmethod
+    def estate(owner: str, held: list[str], acked: list[str]) -> Estate:
+        """This draft's share of what an owner left behind.
+
+        Of the acked ones the newest are enough: the owner has journaled the outcome of those that are long past.
+        """
+        return Estate(owner, list(_bounded(held)), list(_bounded(acked[::-1])))
 
     def heard(self, sender: str, estate: Estate) -> None:
         dead = self._dead.get(estate.owner)
@@ -103,7 +123,7 @@ class Obituaries:
             "dead": totals["dead"],
             "held": len(held),
             "lost": len(lost),
-            "lost_ids": lost[:MAX_IDS],
+            "lost_ids": _bounded(lost),
         }
 
     def read(self, owner: str, document: Any) -> tuple[str, ...]:

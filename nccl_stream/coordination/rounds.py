@@ -20,6 +20,8 @@ __all__ = ["EndDecision", "Rounds", "RoundsPort"]
 # Rounds released ahead of the slowest draft: enough to hide the leader's answer, few enough that a stop comes soon.
 ROUNDS_AHEAD = 2
 
+MAX_ERROR_TEXT = 4000  # half of what a message's text field may hold
+
 
 @dataclass(frozen=True)
 class EndDecision:
@@ -55,6 +57,13 @@ class RoundsPort(Protocol):
         """Write the end document unless there is one; :meth:`Rounds.ended` brings what stands there."""
         ...
 
+    def find_end(self) -> None:
+        """Read the end document: :meth:`Rounds.no_end` says that there is none.
+
+        If there is one, :meth:`Rounds.ended` brings it, and everybody is told: who wrote it may have died before that.
+        """
+        ...
+
 
 class Rounds:
     """One draft's view of its cohort, and the leader's part when this draft leads.
@@ -85,6 +94,9 @@ class Rounds:
         self._told: tuple[str, Have] | None = None
         self._heard: dict[str, Have] = {}
         self._proposed = False
+        self._left = False
+        # A leader before us may have written the end and died before it told anybody.
+        self._knows_no_end = members[0] == me
         self.go = 0
         self.end: EndDecision | None = None
 
@@ -101,12 +113,17 @@ class Rounds:
     def update(self, *, handed: int, pending: int, drained: bool, stop: bool, error: str) -> None:
         """What this draft has handed out so far and holds now, in samples; their sum never falls."""
         begun = -(-handed // self._per_round)
-        self._mine = Have(self._cohort, handed + pending, begun, self.go, drained, stop, error)
+        self._mine = Have(self._cohort, handed + pending, begun, self.go, drained, stop, error[:MAX_ERROR_TEXT])
         self._report()
 
+    def leave(self) -> None:
+        """This draft takes no more part: it reports nothing and decides nothing any more."""
+        self._left = True
+
     def _report(self) -> None:
-        if self.end is not None:
+        if self.end is not None or self._left:
             return
+        self._mine = replace(self._mine, go=self.go)
         if self.leader == self._me:
             self._heard[self._me] = self._mine
             self._decide()
@@ -125,11 +142,12 @@ class Rounds:
         """A member reports; a leader that does not know yet that it leads keeps the report."""
         if have.cohort == self._cohort and sender in self._members:
             self._heard[sender] = have
-            if self.end is None and self.leader == self._me:
+            if self.leader == self._me:
                 self._decide()
 
-    def on_go(self, message: Go) -> None:
-        if message.cohort == self._cohort:
+    def on_go(self, sender: str, message: Go) -> None:
+        """Rounds are released. Not by one who is gone for us: his successor has counted with what we reported then."""
+        if message.cohort == self._cohort and sender in self._present:
             self.go = max(self.go, message.rounds)
 
     def member_gone(self, inc: str, *, awaited: bool) -> None:
@@ -143,6 +161,13 @@ class Rounds:
         self._holding.discard(inc)
         self._heard.pop(inc, None)
         self._told = None
+        if self.leader == self._me and not self._knows_no_end:
+            self._port.find_end()
+        self._report()
+
+    def no_end(self) -> None:
+        """The store holds no end document; whoever could have written one is gone."""
+        self._knows_no_end = True
         self._report()
 
     def ended(self, decision: EndDecision) -> None:
@@ -153,7 +178,7 @@ class Rounds:
 
     def _decide(self) -> None:
         haves = [self._heard.get(inc) for inc in self._present]
-        if self.end is not None or self._proposed or self._holding:
+        if self.end is not None or self._proposed or self._holding or self._left or not self._knows_no_end:
             return
         reports = [have for have in haves if have is not None]
         if len(reports) < len(self._present):

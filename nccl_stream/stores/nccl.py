@@ -124,6 +124,7 @@ class NcclFeatureStore(FeatureStore):
         self._on_dropped = on_dropped
         self._check_finite = check_finite
         self._closed = False
+        self.room_waited_s = 0.0
 
     @property
     def store_uri(self) -> str:
@@ -272,7 +273,9 @@ class NcclFeatureStore(FeatureStore):
             if remaining <= 0:
                 return False
             # Room comes from acks and from drafts that run dry; the second is not the residency's to signal.
+            started = time.monotonic()
             time.sleep(min(ROOM_POLL_S, remaining))
+            self.room_waited_s += time.monotonic() - started
 
     def pin(self, ref: SampleRef) -> tuple[OwnedBytes, StoreHandle]:
         """Hold a resident sample for delivery; the handle keeps it until :meth:`unpin`."""

@@ -6,6 +6,7 @@ import json
 import logging
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -117,6 +118,9 @@ class _GlooTransfer(Transfer):
         return False
 
 
+_FIRST_LOOK_S, _LAST_LOOK_S = 0.001, 0.05
+
+
 class _Deadline:
     def __init__(self, timeout: float) -> None:
         self._end = time.monotonic() + timeout
@@ -133,6 +137,7 @@ def open_link(
     timeout: float,
     *,
     peer: str,
+    cancelled: Callable[[], bool] = lambda: False,
 ) -> Link:
     """Builds one link; both ends call it with the same prefix. Blocks until the link carried a byte.
 
@@ -145,6 +150,7 @@ def open_link(
         device: where the buffers lie.
         timeout: seconds for everything together.
         peer: name of the other end, for messages.
+        cancelled: asked every now and then while the peer is awaited; when it says so, the wait ends in an error.
 
     Raises:
         LinkTimeoutError: the peer did not come within the timeout.
@@ -158,7 +164,7 @@ def open_link(
     deadline = _Deadline(timeout)
     scoped = PrefixStore(prefix, store)
     _check_device(device)
-    _compare_versions(scoped, side, _versions(device), deadline, peer)
+    _compare_versions(scoped, side, _versions(device), deadline, peer, cancelled)
     if device.type == "cuda":
         return connect_nccl(scoped, side, device, deadline.left(), peer=peer)
     link = _connect_gloo(scoped, side, deadline, peer)
@@ -190,19 +196,28 @@ def _versions(device: torch.device) -> dict[str, str]:
     return versions
 
 
-def _compare_versions(store: Store, side: int, mine: dict[str, str], deadline: _Deadline, peer: str) -> None:
+def _compare_versions(
+    store: Store, side: int, mine: dict[str, str], deadline: _Deadline, peer: str, cancelled: Callable[[], bool]
+) -> None:
     theirs_key = f"versions/{1 - side}"
     try:
         store.set(f"versions/{side}", json.dumps(mine, sort_keys=True))
-        store.wait([theirs_key], _milliseconds(deadline.left()))
+        # Looking again and again, not a blocking wait: nothing could end that when the peer dies meanwhile.
+        pause = _FIRST_LOOK_S
+        while not store.check([theirs_key]):
+            if cancelled():
+                raise LinkError(f"{peer} is not awaited any more; it did not open its side of the link")
+            if deadline.left() <= pause:
+                raise LinkTimeoutError(
+                    f"{peer} did not open its side of the link in time; is it running, and does it know of this link?"
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, _LAST_LOOK_S)
         raw = store.get(theirs_key)
+    except LinkError:
+        raise
     except RuntimeError as error:
-        translated = link_error(error, "opening a link to", peer)
-        if isinstance(translated, LinkTimeoutError):
-            raise LinkTimeoutError(
-                f"{peer} did not open its side of the link in time; is it running, and does it know of this link?"
-            ) from error
-        raise translated from error
+        raise link_error(error, "opening a link to", peer) from error
     if raw != json.dumps(mine, sort_keys=True).encode():
         shown = raw[:MAX_SHOWN].decode("utf-8", "replace")
         raise VersionMismatchError(

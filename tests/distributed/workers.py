@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from datetime import timedelta
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 import nccl_stream
+import nccl_stream.links
 from nccl_stream.config import StreamConfig
+from nccl_stream.coordination.kv import tcp_store
 from nccl_stream.errors import ClosedError
 
 torch.set_num_threads(1)
@@ -19,9 +19,7 @@ torch.set_num_threads(1)
 
 def keep_store(spec, journal):
     """Serve a TCPStore until killed."""
-    store = dist.TCPStore(
-        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30), multi_tenant=False
-    )
+    store = tcp_store("127.0.0.1", 0, serve=True, timeout=30.0)
     journal.say("port", port=store.port)
     while True:
         time.sleep(1.0)
@@ -57,6 +55,9 @@ def wait_gate(spec, name):
 
 
 def join(spec, role, journal):
+    """Connect. ``no_links``: this rank never opens its side of a link."""
+    if spec.get("no_links"):
+        nccl_stream.links.Links.opening = lambda self, inc, gen: None
     stream = nccl_stream.connect(
         f"tcp://127.0.0.1:{spec['port']}",
         run_id=spec["run_id"],
@@ -106,7 +107,8 @@ def draft(spec, journal):
     """Consume until the end, ``pace`` seconds per sample.
 
     ``max_steps``: leave after so many samples; ``hold``: keep so many tensors alive and look at them again before
-    dropping them; ``raise_at``: fail with that sample in hand; ``stall_at``: (count, gate) wait with a lease in hand; ``linger``: gate to wait for before leaving.
+    dropping them; ``raise_at``: fail with that sample in hand; ``stall_at``: (count, gate) wait with a lease in hand;
+    ``linger``: gate to wait for before leaving.
     """
     with join(spec, "draft", journal) as stream:
         stream.on_lost(lambda ids: journal.say("lost", ids=list(ids)))

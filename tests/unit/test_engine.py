@@ -257,6 +257,24 @@ def test_asynchronous_error_fails_the_channel_at_once(make_engine, double):
     assert tokens == ["r"]
 
 
+def test_asynchronous_error_is_not_reported_before_the_device_lets_go(make_engine, double):
+    _, receiver, fabric = double
+    engine = make_engine(issue="pump")
+    channel, record = attach(engine, receiver)
+    channel.recv("r", [buf()])
+    engine.pump()
+    fabric.frozen = True
+    fabric.fail(1)
+    until(lambda: (engine.pump(), fabric.sides[1].aborted)[1])
+    for _ in range(10):
+        engine.pump()
+        time.sleep(0.002)  # past the grace after which an error counts
+    assert record.failures == []
+    fabric.thaw()
+    until(lambda: engine.pump() or record.failures)
+    assert record.failures[0][1] == ["r"]
+
+
 def test_error_found_at_the_end_of_an_operation_is_not_a_success(double):
     sender, receiver, _ = double
     out = buf()

@@ -1,0 +1,204 @@
+#!/usr/bin/env python3
+"""What a ref costs in the queue at any backlog, and how soon a put wakes a consumer that waits.
+
+    python launch/benchmarks/ref_queue.py --check
+
+*Cost*: with so many refs pending, put + acquire + ack of one ref, again and again. Against it two queues as one would
+write them first, with nothing else that a queue must do: a list whose head is popped, and the same with the list looked
+through at every put, since a sample that is pending must be refused. The bar is the second one, which keeps that
+promise. It is the processor time of the best of a few rounds, because other work on the machine only ever adds to it.
+
+*Wake-up*: a consumer waits in ``acquire`` with a long poll; the time from just before ``put`` until ``acquire`` has
+returned in the other thread. Median and 90th percentile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import platform
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+
+from nccl_stream.queue import SampleRefQueue, VisibilityTimeout
+from nccl_stream.refs import FeatureAlgorithm, FeatureSpec, SampleRef
+from nccl_stream.stores.local import LocalFeatureStore
+
+ALLOWED_GROWTH = 2.0  # cost at the largest backlog over that at the smallest: what caches may cost, and nothing else
+REQUIRED_RATIO = 3.0  # cheaper than the list-headed queue, at the backlog named here
+RATIO_BACKLOG = 100_000
+REQUIRED_WAKE_UP_S = 1e-3
+
+SPECS = {
+    name: FeatureSpec((1, 16, width) if width else (1, 16), dtype)
+    for name, width, dtype in (
+        ("aux_hidden_states", 12, torch.bfloat16),
+        ("input_ids", 0, torch.int64),
+        ("attention_mask", 0, torch.int64),
+        ("loss_mask", 0, torch.int64),
+        ("logits", 32, torch.bfloat16),
+    )
+}
+
+
+def make_ref(number: int) -> SampleRef:
+    return SampleRef(
+        sample_id=f"sample-{number}",
+        run_id="benchmark",
+        store_uri="local://benchmark",
+        feature_keys={name: name for name in SPECS},
+        feature_specs=SPECS,
+        algorithm=FeatureAlgorithm.EAGLE3,
+        schema_version=1,
+        num_tokens=16,
+        estimated_bytes=1,
+        target_model_version="0",
+        draft_weight_version="0",
+    )
+
+
+class ListHeadedQueue:
+    """Pops from a list's head; with ``scan``, refuses a sample that is pending."""
+
+    def __init__(self, *, scan: bool) -> None:
+        self._scan = scan
+        self._lock = threading.Lock()
+        self._pending: list[SampleRef] = []
+        self._leased: dict[int, SampleRef] = {}
+        self._number = 0
+
+    def fill(self, refs: Sequence[SampleRef]) -> None:
+        self._pending.extend(refs)
+
+    def cycle(self, ref: SampleRef) -> None:
+        with self._lock:
+            if self._scan and any(other.sample_id == ref.sample_id for other in self._pending):
+                raise ValueError(ref.sample_id)
+            self._pending.append(ref)
+        with self._lock:
+            self._number += 1
+            self._leased[self._number] = self._pending.pop(0)
+        with self._lock:
+            del self._leased[self._number]
+
+
+class OurQueue:
+    def __init__(self) -> None:
+        store = LocalFeatureStore()
+        self._queue = SampleRefQueue(store, visibility_timeout=VisibilityTimeout(3600.0))
+
+    def fill(self, refs: Sequence[SampleRef]) -> None:
+        for ref in refs:
+            self._queue.put(ref)
+
+    def cycle(self, ref: SampleRef) -> None:
+        self._queue.put(ref)
+        lease = self._queue.acquire(0)
+        assert lease is not None
+        self._queue.ack(lease)
+
+
+def seconds_per_cycle(queue: ListHeadedQueue | OurQueue, backlog: int, operations: int, rounds: int) -> float:
+    """Processor seconds of put + acquire + ack of one ref with ``backlog`` others pending; the best round's."""
+    queue.fill([make_ref(number) for number in range(backlog)])
+    best = float("inf")
+    number = backlog
+    gc.collect()
+    gc.disable()  # a collection walks the whole backlog, which is not part of the cost
+    try:
+        for _ in range(rounds):
+            refs = [make_ref(number + offset) for offset in range(operations)]
+            number += operations
+            started = time.thread_time()
+            for ref in refs:
+                queue.cycle(ref)
+            best = min(best, (time.thread_time() - started) / operations)
+    finally:
+        gc.enable()
+    return best
+
+
+def wake_ups(count: int) -> list[float]:
+    """Seconds from before a put until a waiting acquire has returned, ``count`` times."""
+    queue = SampleRefQueue(LocalFeatureStore())
+    returned: list[float] = []
+    go = threading.Semaphore(0)
+
+    def consume() -> None:
+        for _ in range(count):
+            lease = queue.acquire(30.0)
+            assert lease is not None
+            returned.append(time.perf_counter())
+            queue.ack(lease)
+            go.release()
+
+    thread = threading.Thread(target=consume, daemon=True)
+    thread.start()
+    latencies = []
+    for number in range(count):
+        time.sleep(0.005)  # so that the consumer waits
+        ref = make_ref(number)
+        started = time.perf_counter()
+        queue.put(ref)
+        go.acquire()
+        latencies.append(returned[-1] - started)
+    thread.join()
+    return latencies
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    backlogs = [1_000, 10_000, 100_000, 1_000_000]
+    parser.add_argument("--backlogs", type=int, nargs="+", default=backlogs, metavar="REFS")
+    parser.add_argument("--against", type=int, default=RATIO_BACKLOG, help="backlog of the list-headed queue")
+    parser.add_argument("--operations", type=int, default=5_000, help="refs per round")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--wake-ups", type=int, default=200)
+    parser.add_argument("--check", action="store_true", help="fail when a bar is missed")
+    arguments = parser.parse_args(argv)
+
+    def ours(backlog: int) -> float:
+        return seconds_per_cycle(OurQueue(), backlog, arguments.operations, arguments.rounds)
+
+    print(f"{'pending':>10}  {'put + acquire + ack':>20}")
+    costs: dict[int, float] = {}
+    for backlog in sorted(arguments.backlogs):
+        costs[backlog] = ours(backlog)
+        print(f"{backlog:>10,}  {costs[backlog] * 1e6:>17.2f} us", flush=True)
+    at_ratio = costs.get(arguments.against) or ours(arguments.against)
+    popped = seconds_per_cycle(ListHeadedQueue(scan=False), arguments.against, arguments.operations, arguments.rounds)
+    # A scan of the whole backlog per put: a few operations tell enough.
+    operations = max(3, min(arguments.operations, 2_000_000 // arguments.against))
+    scanned = seconds_per_cycle(ListHeadedQueue(scan=True), arguments.against, operations, 2)
+    latencies = sorted(wake_ups(arguments.wake_ups))
+    median, late = statistics.median(latencies), latencies[len(latencies) * 9 // 10]
+    growth, ratio = costs[max(costs)] / costs[min(costs)], scanned / at_ratio
+    print(f"at {arguments.against:,} pending, popping from a list's head: {popped * 1e6:.2f} us")
+    print(f"    and refusing what is pending by a scan: {scanned * 1e6:.2f} us, {ratio:.1f} times")
+    print(f"growth from {min(costs):,} to {max(costs):,} pending: {growth:.2f}")
+    print(f"a waiting acquire returns after {median * 1e6:.0f} us (median), {late * 1e6:.0f} us (90th percentile)")
+    print(
+        f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, {time.strftime('%Y-%m-%d')}"
+    )
+    bars: list[tuple[str, Callable[[], bool]]] = [
+        (f"growth above {ALLOWED_GROWTH}", lambda: growth > ALLOWED_GROWTH),
+        (f"less than {REQUIRED_RATIO} times a list-headed queue", lambda: ratio < REQUIRED_RATIO),
+        (f"median wake-up above {REQUIRED_WAKE_UP_S * 1e3} ms", lambda: median > REQUIRED_WAKE_UP_S),
+    ]
+    missed = [name for name, is_missed in bars if is_missed()]
+    for name in missed:
+        print(f"missed: {name}")
+    return 1 if missed and arguments.check else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

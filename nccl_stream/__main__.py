@@ -1,0 +1,8 @@
+"""``python -m nccl_stream`` is the ``nccl-stream`` command."""
+
+import sys
+
+from nccl_stream.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Adapters to other packages. Nothing here imports the other package before it is used."""

@@ -1,0 +1,142 @@
+"""What crashed processes leave in a shared directory, and how to tell it from what live ones are still writing.
+
+A half-written file carries its writer in its name, a sample in its metadata. Only processes of this host (and of this
+process's view of it: same boot, same pid namespace) can be judged; what others leave is judged by age alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import secrets
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+from nccl_stream.errors import SpecMismatchError
+from nccl_stream.stores.sample_file import read_header
+
+__all__ = ["SAMPLE_SUFFIX", "Leftover", "LeftoverScan", "new_temporary_name", "this_owner"]
+
+SAMPLE_SUFFIX = ".safetensors"
+TEMPORARY_MAX_AGE_S = 3600.0
+"""Age at which a half-written file of another host counts as left behind; no put takes an hour."""
+
+_TEMPORARY = re.compile(r"\.put-([0-9a-f]{12}-\d+-\d+)-[0-9a-f]{16}\.tmp")
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """A file whose writer is gone.
+
+    Attributes:
+        name: file name within the directory.
+        nbytes: size of the file.
+        sample_id: the unread sample in it; None for a file that was never finished.
+    """
+
+    name: str
+    nbytes: int
+    sample_id: str | None
+
+
+@lru_cache(maxsize=4)
+def _host(pid: int) -> str:
+    """Digest of what makes pids comparable: host, boot and pid namespace. ``pid`` only keys the cache over forks."""
+    parts = [socket.gethostname()]
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            parts.append(file.read().strip())
+        parts.append(str(os.stat("/proc/self/ns/pid").st_ino))
+    except OSError:
+        pass  # not Linux: the host's name has to do
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
+
+
+def _start_time(pid: int) -> int | None:
+    """Start of a process in clock ticks, so that a reused pid is not taken for the old one; None: no such process."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            state, *rest = file.read().rpartition(b")")[2].split()
+    except FileNotFoundError:
+        if os.path.isdir("/proc/self"):
+            return None
+    except OSError:
+        return None
+    else:
+        return None if state in (b"Z", b"X") else int(rest[18])
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return None
+    except OSError:
+        pass  # somebody else's, so it lives
+    return 0
+
+
+def this_owner() -> str:
+    """Identity of this process, as written into files."""
+    pid = os.getpid()
+    return f"{_host(pid)}-{pid}-{_start_time(pid) or 0}"
+
+
+def new_temporary_name() -> str:
+    """A file name that nobody else uses and that tells who is writing."""
+    return f".put-{this_owner()}-{secrets.token_hex(8)}.tmp"
+
+
+def _is_gone(owner: str) -> bool | None:
+    """Whether the process is gone; None when that cannot be known from here."""
+    host, _, process = owner.partition("-")
+    pid, _, started = process.partition("-")
+    if host != _host(os.getpid()) or not (pid.isdigit() and started.isdigit()):
+        return None
+    return _start_time(int(pid)) != int(started)
+
+
+class LeftoverScan:
+    """Lists the leftovers of one directory. Reads each sample's header only once; not thread-safe."""
+
+    def __init__(self, directory: str) -> None:
+        self._directory = directory
+        self._owners: dict[tuple[str, int, int], str] = {}
+
+    def __call__(self) -> list[Leftover]:
+        """Scan now."""
+        found = []
+        owners: dict[tuple[str, int, int], str] = {}
+        for entry, status in self._files():
+            match = _TEMPORARY.fullmatch(entry.name)
+            if match is not None:
+                gone = _is_gone(match[1])
+                if gone is None:
+                    gone = time.time() - status.st_mtime > TEMPORARY_MAX_AGE_S
+                if gone:
+                    found.append(Leftover(entry.name, status.st_size, None))
+            elif entry.name.endswith(SAMPLE_SUFFIX):
+                key = (entry.name, status.st_ino, status.st_mtime_ns)
+                owners[key] = self._owners.get(key) or _owner_of(entry.path)
+                if _is_gone(owners[key]):
+                    found.append(Leftover(entry.name, status.st_size, entry.name.removesuffix(SAMPLE_SUFFIX)))
+        self._owners = owners
+        return sorted(found, key=lambda leftover: leftover.name)
+
+    def _files(self) -> Iterator[tuple[os.DirEntry[str], os.stat_result]]:
+        with os.scandir(self._directory) as entries:
+            for entry in entries:
+                try:
+                    if entry.is_file(follow_symlinks=False):
+                        yield entry, entry.stat(follow_symlinks=False)
+                except FileNotFoundError:
+                    continue  # consumed meanwhile
+
+
+def _owner_of(path: str) -> str:
+    try:
+        with open(path, "rb") as file:
+            return read_header(file, path).owner
+    except (OSError, SpecMismatchError):
+        return ""

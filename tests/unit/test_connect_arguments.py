@@ -1,0 +1,154 @@
+"""Where a process stands in the run: what connect makes of its arguments and of torchrun's environment."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import nccl_stream
+from nccl_stream.config import StreamConfig
+from nccl_stream.errors import ConfigError, ControlStoreError
+from nccl_stream.session import _find_place
+
+TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_USE_AGENT_STORE")
+
+
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in TORCHRUN:
+        monkeypatch.delenv(name, raising=False)
+
+
+def place(monkeypatch: pytest.MonkeyPatch, env_rank: int, world: int, **arguments: Any) -> Any:
+    monkeypatch.setenv("RANK", str(env_rank))
+    monkeypatch.setenv("WORLD_SIZE", str(world))
+    names = ("store", "role", "rank", "num_targets", "num_drafts", "target_ranks")
+    return _find_place(*(arguments.get(name) for name in names))
+
+
+def test_one_launch_first_ranks_are_targets(monkeypatch: pytest.MonkeyPatch) -> None:
+    places = [place(monkeypatch, rank, 5, num_targets=2) for rank in range(5)]
+    assert [(p.role, p.rank) for p in places] == [
+        ("target", 0), ("target", 1), ("draft", 0), ("draft", 1), ("draft", 2),
+    ]  # fmt: skip
+    assert all((p.num_targets, p.num_drafts, p.one_launch) == (2, 3, True) for p in places)
+
+
+def test_one_launch_explicit_target_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    places = [place(monkeypatch, rank, 4, target_ranks=[3, 1]) for rank in range(4)]
+    assert [(p.role, p.rank) for p in places] == [("draft", 0), ("target", 0), ("draft", 1), ("target", 1)]
+    assert places[0].global_ranks == (0, 2)
+    assert places[1].global_ranks == (1, 3)
+
+
+def test_restart_count_is_part_of_the_scope(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = place(monkeypatch, 0, 2, num_targets=1)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "3")
+    assert place(monkeypatch, 0, 2, num_targets=1).scope != first.scope
+
+
+def test_two_launches_take_their_own_count_from_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = place(monkeypatch, 1, 2, store="tcp://h:1", role="draft", num_targets=3)
+    assert (found.role, found.rank, found.num_targets, found.num_drafts) == ("draft", 1, 3, 2)
+    assert not found.one_launch
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ({}, "num_targets"),
+        ({"num_targets": 0}, "positive"),
+        ({"num_targets": True}, "positive"),
+        ({"num_targets": 4}, "at least one target and one draft"),
+        ({"num_targets": 9}, "at least one target and one draft"),
+        ({"target_ranks": [0, 7]}, "do not fit"),
+        ({"target_ranks": [-1]}, "do not fit"),
+        ({"target_ranks": [0], "num_targets": 2}, "target_ranks names 1"),
+        ({"num_targets": 1, "num_drafts": 2}, "leaves 3"),
+        ({"role": "trainer"}, "'target' or 'draft'"),
+        ({"rank": 1}, "rank goes with role"),
+        ({"role": "draft"}, "num_targets and num_drafts"),
+        ({"role": "draft", "num_targets": 1, "num_drafts": 3}, "has 4 ranks"),
+        ({"role": "draft", "rank": 2, "num_targets": 1, "num_drafts": 2}, "outside"),
+    ],
+)
+def test_wrong_roles_and_counts_are_refused(
+    monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any], complaint: str
+) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        place(monkeypatch, 0, 4, **arguments)
+
+
+def test_no_role_outside_of_torchrun_says_what_to_pass() -> None:
+    with pytest.raises(ConfigError, match="torchrun"):
+        nccl_stream.connect(run_id="x", num_targets=1)
+
+
+@pytest.mark.parametrize("run_id", ["", "a/b", 7, "x" * 201])
+def test_bad_run_id_is_refused(run_id: Any) -> None:
+    with pytest.raises(ConfigError, match="run_id"):
+        nccl_stream.connect(run_id=run_id, num_targets=1)
+
+
+@pytest.mark.parametrize("address", ["host:1", "tcp://host", "tcp://:1", "tcp://host:port"])
+def test_bad_address_is_refused(address: str) -> None:
+    with pytest.raises(ConfigError, match="tcp://host:port"):
+        nccl_stream.connect(address, run_id="x", role="draft", rank=0, num_targets=1, num_drafts=1)
+
+
+def test_store_that_is_not_there_is_named_within_the_deadline() -> None:
+    with pytest.raises(ControlStoreError, match="nccl-stream store"):
+        nccl_stream.connect(
+            "tcp://127.0.0.1:9",
+            run_id="x",
+            role="draft",
+            rank=0,
+            num_targets=1,
+            num_drafts=1,
+            config=StreamConfig(connect_timeout=1.0),
+        )
+
+
+def test_arena_too_small_names_the_size_that_would_do() -> None:
+    config = StreamConfig(max_sample_bytes=1 << 20, arena_bytes=1 << 20)
+    with pytest.raises(ConfigError, match=str(config.smallest_arena())):
+        nccl_stream.connect(
+            "tcp://127.0.0.1:9", run_id="x", role="draft", rank=0, num_targets=1, num_drafts=1, config=config
+        )
+
+
+@pytest.mark.parametrize(
+    ("values", "complaint"),
+    [
+        ({"max_bytes": 1 << 20, "max_sample_bytes": 1 << 20}, "optimizer window of 4 samples"),
+        ({"max_samples": 3}, "at least 4"),
+        ({"fanout": 1, "assignment": "static"}, "leave fanout unset"),
+        ({"fanout": 1}, "at least 2"),
+    ],
+)
+def test_sizes_that_would_get_stuck_are_refused(values: dict[str, Any], complaint: str) -> None:
+    config = StreamConfig(**{"max_sample_bytes": 1 << 20, **values})
+    with pytest.raises(ConfigError, match=complaint):
+        config.check_run(num_targets=2, num_drafts=4)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"batch_size": 0},
+        {"heartbeat": -1.0},
+        {"death_timeout": 2.0, "heartbeat": 1.0},
+        {"assignment": "random"},
+        {"end": "never"},
+        {"device": "not-a-device"},
+        {"low_watermark_bytes": 10, "high_watermark_bytes": 10},
+        {"high_watermark_bytes": 1 << 60},
+        {"chunk_bytes": 1000},
+        {"max_failures": -1},
+        {"depth": True},
+    ],
+)
+def test_values_that_mean_nothing_are_refused(values: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        StreamConfig(**values)
