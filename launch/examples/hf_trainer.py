@@ -54,7 +54,6 @@ def train(stream: nccl_stream.Stream, folder: str) -> None:
         per_device_train_batch_size=BATCH,
         ddp_find_unused_parameters=False,
         learning_rate=1e-2,
-        lr_scheduler_type="constant",
         logging_steps=1,
         save_strategy="no",
         report_to=[],
