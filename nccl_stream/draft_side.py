@@ -500,15 +500,24 @@ class DraftSide:
     def _read_obituary(self, documents: ControlStore, owner: str) -> None:
         with self.cond:
             lost = self.obituaries.read(owner, documents.get(f"obituary/{owner}"))
-            callback = self.on_lost
             self._changed()
         if lost:
-            logger.error("%s: %d samples died with %s: %s", self.node.inc, len(lost), owner, ", ".join(lost[:10]))
-            if callback is not None:
-                try:
-                    callback(lost)
-                except Exception:
-                    logger.exception("the on_lost callback raised")
+            self._report_lost(owner, lost)
+
+    def _report_lost(self, owner: str, lost: tuple[str, ...]) -> None:
+        logger.error("%s: %d samples died with %s: %s", self.node.inc, len(lost), owner, ", ".join(lost[:10]))
+        callback = self.on_lost
+        if callback is not None:
+            try:
+                callback(lost)
+            except Exception:
+                logger.exception("the on_lost callback raised")
+
+    def _let_go(self, delivery: Delivery, *, dropped: bool = False) -> None:
+        """A sample goes back, or is left over at an agreed end; when its owner is dead, nobody else can have it."""
+        of_estate = self.obituaries.outcome(delivery.owner, "dropped" if dropped else "lost")
+        if of_estate and not dropped:
+            self._jobs.put(lambda: self._report_lost(delivery.owner, (delivery.sample_id,)))
 
     # -- leases --------------------------------------------------------------------------------------------------------
 
@@ -590,7 +599,7 @@ class DraftSide:
         """Give a pending delivery back to its owner; if that is dead, the sample is lost."""
         self.table.remove(delivery.key)
         self.intake.settle(delivery.key, outcome, failures, reason)
-        self.obituaries.outcome(delivery.owner, "lost")
+        self._let_go(delivery)
 
     def _expire(self) -> None:
         for lease in self.table.expire():
@@ -654,7 +663,7 @@ class DraftSide:
             self.table.remove(key)
             delivery = self.intake.settle(key, outcome, 0, "left over at the end")
             if delivery is not None:
-                self.obituaries.outcome(delivery.owner, "lost")
+                self._let_go(delivery, dropped=outcome == "drop")
 
     def leave_rounds(self) -> None:
         """Take nothing more: hand back what is not leased and tell everybody. Idempotent."""
@@ -678,7 +687,7 @@ class DraftSide:
                 self.table.remove(key)
                 delivery = self.intake.settle(key, "back", 0, "the draft left")
                 if delivery is not None:
-                    self.obituaries.outcome(delivery.owner, "lost")
+                    self._let_go(delivery)
 
     def check_held(self) -> None:
         """Raise when user references have kept all memory for longer than ``held_timeout``; the lock is held."""

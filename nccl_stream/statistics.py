@@ -96,20 +96,21 @@ def _add_up(
 
 def _closed_books(inc: str, document: dict[str, Any], statuses: dict[str, dict[str, Any]]) -> dict[str, int]:
     """A dead owner's books: its obituary, and what became since of the samples that drafts held."""
-    acked = lost = 0
+    acked = lost = dropped = 0
     for status in statuses.values():
         posthumous = status.get("posthumous")
         outcomes = posthumous.get(inc) if isinstance(posthumous, dict) else None
         acked += int(_number(outcomes, "acked"))
         lost += int(_number(outcomes, "lost"))
+        dropped += int(_number(outcomes, "dropped"))
     closed = {name: int(_number(document, name)) for name in ("put", "acked", "dropped", "dead", "lost", "held")}
     return {
         "put": closed["put"],
         "acked": closed["acked"] + acked,
-        "dropped": closed["dropped"],
+        "dropped": closed["dropped"] + dropped,
         "dead": closed["dead"],
         "lost": closed["lost"] + lost,
-        "resident": closed["held"] - acked - lost,
+        "resident": closed["held"] - acked - lost - dropped,
     }
 
 

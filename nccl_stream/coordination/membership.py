@@ -178,6 +178,7 @@ class Membership:
         self.inc = f"{identity.role[0]}{identity.rank}-{uuid.uuid4().hex[:12]}"
         self.epoch = ""
         self._seen: dict[str, tuple[int, float]] = {}
+        self._last_in_slot: dict[tuple[str, int], Member] = {}
 
     def use(self, root: ControlStore) -> None:
         """From now on called from another thread, with that thread's client."""
@@ -378,7 +379,7 @@ class Membership:
         return wrote
 
     def read_roster(self) -> dict[str, Member]:
-        """Every slot's current incarnation with its tombstone, if it has one. A damaged slot is skipped."""
+        """Every slot's incarnation with its tombstone, if it has one. A damaged slot is read as it was before."""
         shape = self.shape
         values = self._root.get_many([f"e/{self.epoch}/slot/{role}/{rank}" for role, rank in shape.slots()])
         members: list[Member] = []
@@ -386,8 +387,9 @@ class Membership:
             try:
                 member = _parse_member(value, role, rank)
             except WireFormatError:
-                continue
+                member = self._last_in_slot.get((role, rank))
             if member is not None:
+                self._last_in_slot[role, rank] = member
                 members.append(member)
         gones = self._root.get_many([f"e/{self.epoch}/gone/{member.inc}" for member in members])
         roster: dict[str, Member] = {}

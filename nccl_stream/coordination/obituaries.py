@@ -138,11 +138,13 @@ class Obituaries:
         dead.document = document
         return tuple(document["lost_ids"])
 
-    def outcome(self, owner: str, outcome: str) -> None:
-        """A sample that this draft held from a dead owner has been acked, or lost for good."""
+    def outcome(self, owner: str, outcome: str) -> bool:
+        """A sample that this draft held has been acked, dropped, or lost; whether it was of a dead owner's estate."""
         dead = self._dead.get(owner)
-        if dead is not None and dead.counting:
-            dead.outcomes[outcome] += 1
+        if dead is None or not dead.counting:
+            return False
+        dead.outcomes[outcome] += 1
+        return True
 
     def posthumous(self) -> dict[str, dict[str, int]]:
         """Per dead owner, what became here of the samples held when its estate was declared."""

@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -57,12 +58,20 @@ class Journal:
         return [entry for entry in entries if kind in (None, entry["kind"])]
 
 
+def _die_with(parent):
+    """A test run that was killed leaves no processes behind."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(3)
+
+
 def _enter(body, spec, journal_path, log_path):
     """First thing in a child: its log goes to a file, its errors into its journal."""
     log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
     logging.basicConfig(level=logging.INFO, format="%(relativeCreated)d %(threadName)s %(message)s", stream=sys.stderr)
+    threading.Thread(target=_die_with, args=(os.getppid(),), daemon=True).start()
     journal = Journal(journal_path)
     try:
         body(spec, journal)
@@ -85,7 +94,7 @@ class Worker:
         self.journal = Journal(folder / f"{name}.jsonl")
         self.log = folder / f"{name}.log"
         self.process = CONTEXT.Process(
-            target=_enter, args=(body, {**spec, "name": name}, str(self.journal.path), str(self.log)), daemon=True
+            target=_enter, args=(body, {**spec, "name": name}, str(self.journal.path), str(self.log))
         )
         self.process.start()
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+import json
+import pickle
 import time
 from collections import deque
+from datetime import timedelta
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
+import torch.utils.data
 
 import nccl_stream
 import nccl_stream.links
@@ -55,7 +61,7 @@ def wait_gate(spec, name):
 
 
 def join(spec, role, journal):
-    """Connect. ``no_links``: this rank never opens its side of a link."""
+    """Connect. ``no_links``: this rank never opens its side of a link; ``forks``: then run so many loader processes."""
     if spec.get("no_links"):
         nccl_stream.links.Links.opening = lambda self, inc, gen: None
     stream = nccl_stream.connect(
@@ -67,7 +73,12 @@ def join(spec, role, journal):
         num_drafts=spec["drafts"],
         config=StreamConfig(**spec["config"]),
     )
-    journal.say("connected", inc=stream._node.inc)
+    journal.say("connected")
+    if "forks" in spec:
+        loader = torch.utils.data.DataLoader(
+            list(range(16)), batch_size=4, num_workers=spec["forks"], multiprocessing_context="fork"
+        )
+        journal.say("loaded", items=[item for batch in loader for item in batch.tolist()])
     return stream
 
 
@@ -156,3 +167,46 @@ def consume(spec, journal, stream):
             if not check(old, value, spec["width"]):
                 raise AssertionError(f"sample {value} changed while it was held")
             del old
+
+
+class Bomb:
+    """Unpickling it leaves a trace."""
+
+    def __init__(self, canary):
+        self.canary = canary
+
+    def __reduce__(self):
+        return open, (self.canary, "w")
+
+
+def garbage(canary):
+    yield pickle.dumps(Bomb(canary))
+    yield b"\xff\xfe not text"
+    yield b"{" * 100_000
+    yield b"[" * 50_000 + b"]" * 50_000
+    yield b'{"epoch": NaN}'
+    yield b'"' + b"x" * 1_000_000 + b'"'
+    for value in (None, True, -1, 1e308, 10**400, "", "x", [], {}, {"kind": "died"}, {"inc": "x"}, {"seq": "x"}):
+        yield json.dumps(value).encode()
+    yield json.dumps({"from": "../../x", "first": 0, "msgs": [{"t": "x"}, 5], "ack": 0, "gap": False}).encode()
+    yield json.dumps({"from": [], "first": 0, "msgs": [], "ack": 0, "gap": False}).encode()
+    yield json.dumps({"from": "x" * 10_000, "first": -1, "msgs": {}, "ack": 1 << 70, "gap": 3}).encode()
+
+
+def vandal(spec, journal):
+    """Write garbage until killed: to every key of the run with ``attack`` in its path, or into every inbox."""
+    store = dist.TCPStore("127.0.0.1", spec["port"], is_master=False, timeout=timedelta(seconds=30))
+    values = itertools.cycle(garbage(spec["canary"]))
+    while True:
+        keys = [key for key in store.list_keys() if "nccl_stream/" in key]
+        written = 0
+        for key in keys:
+            if spec["attack"] in key:
+                store.set(key, next(values))
+                written += 1
+            elif spec["attack"] == "inboxes" and "/status/" in key:
+                for _ in range(3):
+                    store.queue_push(key.replace("/status/", "/inbox/"), next(values))
+                    written += 1
+        journal.say("round", written=written)
+        time.sleep(0.1)

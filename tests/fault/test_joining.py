@@ -97,7 +97,9 @@ def test_two_processes_under_the_same_rank_from_the_start(tmp_path):
     with Run(tmp_path, targets=1, drafts=1, samples=5) as run:
         first, second = run.draft(0), run.draft(0, life=1)
         run.wait_for("both to be there", lambda: first.log.exists() and second.log.exists())
-        owner = run.target(0)
+        owner = run.target(0, after="done")
+        run.wait_for("one of them to be refused", lambda: first.error or second.error)
+        run.open_gate("done")
         run.wait_ended(owner, first, second)
         assert owner.error is None
         errors = [worker.error for worker in (first, second)]

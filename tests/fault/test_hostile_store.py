@@ -1,0 +1,60 @@
+"""Anybody who reaches the store can write to it: nothing of it is executed, and a run completes or names an error."""
+
+import pytest
+
+from tests.distributed.harness import Run
+from tests.distributed.workers import vandal
+
+pytestmark = pytest.mark.distributed
+
+
+def test_garbage_in_every_inbox_is_dropped(tmp_path):
+    with Run(tmp_path, targets=2, drafts=2, config={"end": "drop"}, samples=60) as run:
+        owners, takers = run.start_all(target={"pace": 0.02}, draft={"pace": 0.02})
+        run.wait_got(takers[0], 3)
+        attacker = run.start("vandal", vandal, attack="inboxes", canary=str(tmp_path / "canary"))
+        run.wait_ended(*owners, *takers)
+        assert [worker.error for worker in (*owners, *takers)] == [None] * 4
+        assert sum(entry["written"] for entry in attacker.said("round")) > 0
+        assert not (tmp_path / "canary").exists(), "a value of the store was executed"
+        books = takers[0].books
+        assert books["balanced"]
+        assert books["acked"] + books["dropped"] == books["put"] == 120
+        assert books["dropped"] <= 2
+
+
+KINDS = ["/slot/", "/gone/", "/status/", "/journal/", "/rev", "/epoch", "/cohort", "/link/"]
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "nccl_stream/"])
+def test_garbage_in_keys_is_survived_or_named(tmp_path, kind):
+    """One kind of key at a time, so that damage in one place does not hide what another does; then all of them."""
+    with Run(tmp_path, targets=2, drafts=2, config={"end": "drop"}, samples=40) as run:
+        canary = tmp_path / "canary"
+        owners, takers = run.start_all(target={"pace": 0.03}, draft={"pace": 0.02})
+        run.wait_got(takers[0], 3)
+        attacker = run.start("vandal", vandal, attack=kind, canary=str(canary))
+        run.wait_ended(*owners, *takers)
+        assert sum(entry["written"] for entry in attacker.said("round")) > 0, "there was no such key"
+        judge(canary, owners, takers)
+        if kind not in ("/gone/", "/epoch", "nccl_stream/"):
+            assert [worker.error for worker in (*owners, *takers)] == [None] * 4
+
+
+def test_garbage_while_ranks_join_is_survived_or_named(tmp_path):
+    with Run(tmp_path, targets=2, drafts=2, config={"connect_timeout": 10.0}, samples=20) as run:
+        canary = tmp_path / "canary"
+        run.start("vandal", vandal, attack="nccl_stream/", canary=str(canary))
+        owners, takers = run.start_all()
+        run.wait_ended(*owners, *takers)
+        judge(canary, owners, takers)
+
+
+def judge(canary, owners, takers):
+    assert not canary.exists(), "a value of the store was executed"
+    for worker in (*owners, *takers):
+        assert worker.error is None or "NcclStreamError" in worker.error["is_a"], worker.error
+        assert "control thread failed" not in worker.log.read_text(), "a thread met with a value it did not expect"
+    # Whatever became of the run, no sample came with another's values (the workers look), and none counts twice.
+    acked = [number for worker in takers for number in worker.acked]
+    assert len(acked) == len(set(acked))
