@@ -92,6 +92,7 @@ class TargetSide:
             window=config.announce_window,
             max_failures=config.max_failures,
             abreast=None if config.end == "ragged" else config.samples_per_round,
+            prefer=target_rank,
         )
         self._rank = target_rank
         self._num_targets = num_targets

@@ -115,6 +115,7 @@ class OwnerDelivery:
         num_drafts: draft ranks of the run.
         static: assign sample k to draft rank ``k mod num_drafts`` instead of to the least loaded one.
         ranks: draft ranks this owner delivers to; None: all.
+        prefer: draft rank that is first among equals. Owners that prefer different ones fill a last round together.
         round_samples: samples without which a draft cannot take part in a round.
         abreast: for drafts that take steps together: by how many samples one may be ahead of the one that has been
             given least. Samples given to one alone would be left over at the end. None: no bound.
@@ -133,6 +134,7 @@ class OwnerDelivery:
         ranks: Iterable[int] | None = None,
         abreast: int | None = None,
         round_samples: int = 1,
+        prefer: int = 0,
     ) -> None:
         self._port = port
         self._num_drafts = num_drafts
@@ -141,6 +143,7 @@ class OwnerDelivery:
         self._abreast = abreast
         self._max_failures = max_failures
         self._round_samples = round_samples
+        self._prefer = prefer
         self._samples: dict[str, OwnedSample] = {}
         self._drafts: dict[str, _Draft] = {}
         self._queues: dict[int, deque[str]] = {}
@@ -449,7 +452,10 @@ class OwnerDelivery:
             all_here = self._awaited <= {draft.rank for draft in takers}
             least = min((draft.given for draft in takers), default=0) if all_here else 0
             able = [draft for draft in able if draft.given < least + self._abreast]
-        return min(able, key=lambda draft: (len(draft.held), draft.rank), default=None)
+        return min(able, key=self._rank_of_need, default=None)
+
+    def _rank_of_need(self, draft: _Draft) -> tuple[int, int]:
+        return len(draft.held), (draft.rank - self._prefer) % self._num_drafts
 
     def _announce(self, draft: _Draft, sample: OwnedSample) -> None:
         seq = draft.next_seq
