@@ -9,11 +9,11 @@ import torch
 from _draft import DraftConfig, Eagle3Draft
 from _text import ASSETS, ByteTokenizer, Tokenizer
 
+from nccl_stream.eagle3 import eagle3_sample_bytes
 from nccl_stream.target import HFEagle3TargetModel
+from nccl_stream.target_head import TargetHead
 
 HUB = "hf:"
-FLOAT_BYTES = {torch.float32: 4, torch.bfloat16: 2, torch.float16: 2}
-INT64_FEATURES = 3  # ids and both masks
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,13 @@ class Target:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device).eval().requires_grad_(False)
         return cls(model, tokenizer)
 
-    def backend(self) -> HFEagle3TargetModel:
+    def backend(self, supervision: str) -> HFEagle3TargetModel:
         """What turns prompts into supervision."""
-        return HFEagle3TargetModel(self.model)
+        return HFEagle3TargetModel(self.model, supervision=supervision)
+
+    def head(self) -> TargetHead:
+        """What turns last hidden states into the target's logits on the draft side."""
+        return TargetHead.from_model(self.model)
 
     @property
     def hidden(self) -> int:
@@ -50,10 +54,16 @@ class Target:
         """Number of logits per position."""
         return int(self.model.get_output_embeddings().weight.shape[0])
 
-    def sample_bytes(self, batch: int, length: int) -> int:
-        """Bytes of one sample of ``batch`` rows of ``length`` tokens: aux states, logits, ids and two masks."""
-        floats = FLOAT_BYTES[self.model.dtype] * (3 * self.hidden + self.vocabulary)
-        return batch * length * (floats + 8 * INT64_FEATURES)
+    def sample_bytes(self, batch: int, length: int, supervision: str) -> int:
+        """Bytes of one sample of ``batch`` rows of ``length`` tokens."""
+        return eagle3_sample_bytes(
+            supervision,
+            seq=length,
+            hidden=self.hidden,
+            vocab=self.vocabulary,
+            batch=batch,
+            dtype=self.model.dtype,
+        )
 
     def new_draft(self, seed: int, ttt_steps: int) -> Eagle3Draft:
         """A draft head for this target; equal for equal seeds, on every rank."""

@@ -50,6 +50,12 @@ def parse_arguments() -> argparse.Namespace:
     where.add_argument("--threads", type=int, default=1, help="CPU threads per rank (default 1)")
     what = parser.add_argument_group("what is trained")
     what.add_argument("--target", default="default", help="'default' or hf:NAME_OR_PATH")
+    what.add_argument(
+        "--supervision",
+        choices=("last_hidden_states", "logits"),
+        default="last_hidden_states",
+        help="what a sample carries of the target's distribution (default last_hidden_states)",
+    )
     what.add_argument("--text", type=Path, default=ASSETS / "text.txt", help="UTF-8 text to train on")
     what.add_argument("--steps", type=int, default=240, help="optimizer steps (default 240)")
     what.add_argument("--batch", type=int, default=4, help="rows per draft rank and step (default 4)")
@@ -99,6 +105,7 @@ class Trainer:
 
     def __init__(self, arguments: argparse.Namespace, target: Target, prompts: list[Tensor], group: Group) -> None:
         self._arguments, self._target, self._prompts, self._group = arguments, target, prompts, group
+        self._head = target.head()
         self.rank = dist.get_rank(group) if group is not None else 0
         self.num_drafts = dist.get_world_size(group) if group is not None else 1
         self.draft: Eagle3Draft = target.new_draft(arguments.seed, arguments.ttt_steps)
@@ -119,7 +126,7 @@ class Trainer:
         waiting = time.monotonic()
         for batch in batches:
             waited = time.monotonic() - waiting
-            loss = self.update(batch.to_trainer_inputs())
+            loss = self.update(self._head.supervise(batch).to_trainer_inputs())
             del batch  # views of receive memory: give it back before asking for more
             progress.step(loss, waited)
             step = len(progress.losses)
@@ -154,7 +161,7 @@ class Trainer:
             return
         begin = time.monotonic()
         mine = [prompt.to(self._target.model.device) for prompt in self._prompts[self.rank :: self.num_drafts]]
-        model, draft, layers = self._target.model, self.draft, self._target.backend().aux_layer_ids
+        model, draft, layers = self._target.model, self.draft, self._target.backend("logits").aux_layer_ids
         result = acceptance(model, draft, layers, mine, arguments.eval_tokens, arguments.draft_width)
         counts = torch.tensor([result.tokens, result.rounds], dtype=torch.float64, device=self._target.model.device)
         if self._group is not None:
@@ -181,13 +188,15 @@ class Trainer:
         return [losses[: int(count)].tolist() for losses, count in zip(everyone, counts, strict=True)]
 
 
-def colocated_batches(target: Target, dataset: Windows, seed: int, rank: int, world: int) -> Iterator[Any]:
+def colocated_batches(
+    arguments: argparse.Namespace, target: Target, dataset: Windows, rank: int, world: int
+) -> Iterator[Any]:
     """The batches that a static streamed run hands to draft ``rank`` of ``world``, made on the spot.
 
     Static assignment gives sample k of the prompts' order to draft k mod ``world``.
     """
-    backend = target.backend()
-    for index in prompt_order(len(dataset), epoch=0, seed=seed)[rank::world]:
+    backend = target.backend(arguments.supervision)
+    for index in prompt_order(len(dataset), epoch=0, seed=arguments.seed)[rank::world]:
         yield backend.generate_batch(**dataset[index])
 
 
@@ -217,7 +226,7 @@ def run_colocated(arguments: argparse.Namespace, target: Target, dataset: Window
     if grouped:
         dist.init_process_group("nccl" if target.model.device.type == "cuda" else "gloo")
     trainer = Trainer(arguments, target, prompts, dist.group.WORLD if grouped else None)
-    trainer.train(colocated_batches(target, dataset, arguments.seed, trainer.rank, trainer.num_drafts))
+    trainer.train(colocated_batches(arguments, target, dataset, trainer.rank, trainer.num_drafts))
     losses = trainer.gathered_losses()
     if trainer.rank == 0:
         report(trainer, arguments, losses, None)
@@ -226,7 +235,7 @@ def run_colocated(arguments: argparse.Namespace, target: Target, dataset: Window
 
 
 def run_streamed(arguments: argparse.Namespace, target: Target, dataset: Windows, prompts: list[Tensor]) -> None:
-    sample_bytes = target.sample_bytes(arguments.batch, arguments.seq_len)
+    sample_bytes = target.sample_bytes(arguments.batch, arguments.seq_len, arguments.supervision)
     sizes = nccl_stream.StreamConfig(max_sample_bytes=sample_bytes)
     config = nccl_stream.StreamConfig(
         max_sample_bytes=sample_bytes,
@@ -238,7 +247,9 @@ def run_streamed(arguments: argparse.Namespace, target: Target, dataset: Windows
     )
     with nccl_stream.connect(num_targets=arguments.num_targets, run_id=arguments.run_id, config=config) as stream:
         if stream.role == "target":
-            producer = nccl_stream.FeatureProducer(target.backend(), stream.store, run_id=stream.run_id)
+            producer = nccl_stream.FeatureProducer(
+                target.backend(arguments.supervision), stream.store, run_id=stream.run_id
+            )
             shard = stream.prompts(dataset, epochs=1, seed=arguments.seed)
             with nccl_stream.AsyncFeaturePipeline(producer, stream.queue, shard) as pipeline:
                 pipeline.join()

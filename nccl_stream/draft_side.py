@@ -324,6 +324,7 @@ class DraftSide:
                 if self.rounds is not None:
                     self.rounds.member_gone(inc, awaited=False)
             self._expire()
+            self._decline_hoard()
             self._tell_estates()
             self._changed()
             tasks, self._tasks = self._tasks, []
@@ -363,6 +364,7 @@ class DraftSide:
                 members,
                 samples_per_round=self.config.samples_per_round,
                 pad=self.config.end == "pad",
+                apart=self.config.assignment == "static",
             )
             for inc, have in self._early_haves:
                 self.rounds.heard(inc, have)
@@ -434,6 +436,20 @@ class DraftSide:
             self.intake.relax_order()
         self.cond.notify_all()
 
+    def _decline_hoard(self) -> None:
+        """Leave samples to others when this rank has no memory for them and the next round waits for somebody else.
+
+        Without that a rank whose link was down while the last samples were assigned would wait for ever. At the pace of
+        heartbeats: the owner may have nobody else to give them to just now.
+        """
+        rounds, since = self.rounds, self._blocked_since
+        if rounds is None or rounds.end is not None or since is None or self.config.assignment == "static":
+            return
+        waits = self.handed >= rounds.samples_released() and self.table.pending_count >= self.config.samples_per_round
+        if waits and self._clock() - since >= self.config.heartbeat:
+            self._blocked_since = None
+            self.intake.decline("no memory here, and others wait for samples")
+
     def _all_targets_known(self) -> bool:
         return len(self._targets) == self._num_targets
 
@@ -447,7 +463,7 @@ class DraftSide:
         unclean = [inc for inc in self.obituaries.died_owners() if not self._died_settled(inc)]
         if not unclean or any(inc not in self.obituaries.documents() for inc in unclean):
             return ""
-        nobody_left = self._all_targets_known() and not self.intake.living_owners() and self.intake.drained()
+        nobody_left = self._all_targets_known() and not self.intake.serving_owners() and self.intake.drained()
         return self.obituaries.describe() if nobody_left or self.config.on_loss == "raise" else ""
 
     def _died_settled(self, inc: str) -> bool:

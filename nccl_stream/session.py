@@ -8,7 +8,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType, TracebackType
@@ -34,9 +34,11 @@ from nccl_stream.errors import (
     ControlStoreError,
     LinkTimeoutError,
     MisuseError,
+    PeerLostError,
 )
 from nccl_stream.links import Links
 from nccl_stream.prompts import shard_prompts
+from nccl_stream.sharing import SharedTensors
 from nccl_stream.statistics import StreamStatistics, read_statistics
 from nccl_stream.stores.nccl import NcclFeatureStore, OwnedBytes
 from nccl_stream.stores.residency import Residency
@@ -364,8 +366,8 @@ class Stream:
         self._arena = Arena(config.max_bytes + config.slot_bytes(), self.device)
         window = self._place.num_drafts * config.samples_per_round
         residency: Residency[OwnedBytes] = Residency(
-            max_samples=config.max_samples,
-            # A draft that has nothing may always be given a round, whatever the others hold: see room_for().
+            # A draft that lacks samples may always be given a round, whatever the others hold: see room_for().
+            max_samples=None if config.max_samples is None else config.max_samples + window,
             max_bytes=config.max_bytes + window * config.max_sample_bytes,
             high_watermark_bytes=config.high_watermark,
             low_watermark_bytes=config.low_watermark,
@@ -380,6 +382,7 @@ class Stream:
             residency=residency,
             arena=self._arena,
             soft_cap_bytes=config.max_bytes,
+            soft_cap_samples=config.max_samples,
             starving=side.starving,
             check_finite=config.check_finite,
         )
@@ -388,6 +391,13 @@ class Stream:
 
     def _join(self, deadline: float) -> None:
         self._node.join()
+        self._shared = SharedTensors(
+            self._client,
+            self._node.prefix,
+            owner=self._node.inc,
+            label=f"{self.role} rank {self.role_rank}",
+            timeout=self.config.connect_timeout,
+        )
         self._node.wait_complete(deadline)
         if isinstance(self._side, DraftSide) and self.config.end != "ragged":
             cohort, members = form_cohort(self._node, self.role_rank, self._place.num_drafts, deadline)
@@ -492,6 +502,71 @@ class Stream:
             world_size=self.role_world_size,
             register=self._side.register_order,
         )
+
+    def share(self, name: str, tensors: Mapping[str, torch.Tensor], timeout: float | None = None) -> str:
+        """Give every draft a few tensors, under a name: the target's embedding or head, the draft vocabulary.
+
+        For target ranks. The tensors go through the control store, whose host keeps them until the run ends: at most
+        1 GiB from one target in all. Targets that share the same tensors under one name cost nothing more.
+
+        Args:
+            name: letters, digits, ``_``, ``-``, ``.``.
+            tensors: dense tensors; copied before this returns.
+            timeout: how long the store may take, in seconds; default: ``connect_timeout``.
+
+        Returns:
+            The SHA-256 of names, dtypes, shapes and bytes, in hex.
+
+        Raises:
+            MisuseError: (``ValueError``) a bad name, values that are not tensors, or this is a draft rank.
+            CapacityError: (``MemoryError``) more than the limit.
+            ConfigError: (``ValueError``) other tensors have this name, from this target or another one.
+            ControlStoreError: the store does not answer.
+        """
+        self._check_open("share")
+        if not isinstance(self._side, TargetSide):
+            raise MisuseError("share() is for target ranks; a draft rank gets what they share with shared()")
+        limit = self.config.connect_timeout if timeout is None else timeout
+        return _bounded(lambda: self._shared.publish(name, tensors), limit, f"sharing {name!r}")
+
+    def shared(
+        self, name: str, timeout: float | None = None, device: torch.device | str | None = None
+    ) -> dict[str, torch.Tensor]:
+        """Wait for what a target shares as ``name`` and return it, its digest verified. For draft ranks.
+
+        Args:
+            name: as in :meth:`share`.
+            timeout: longest wait, in seconds; default: ``connect_timeout``. Loading a target may take longer.
+            device: where the tensors shall be; default: the stream's device.
+
+        Returns:
+            Tensors of this process's own, a new copy per call.
+
+        Raises:
+            MisuseError: (``ValueError``) a bad name, or this is a target rank.
+            PeerTimeoutError: nobody shared it in time; names the targets.
+            PeerLostError: no target is left that could.
+            ChecksumError: what came is not what was shared.
+            WireFormatError: what stands in the store is malformed.
+            ControlStoreError: the store does not answer.
+        """
+        self._check_open("shared")
+        if not isinstance(self._side, DraftSide):
+            raise MisuseError("shared() is for draft ranks; a target rank has what it shares")
+        limit = self.config.connect_timeout if timeout is None else timeout
+        where = self.device if device is None else device
+        return _bounded(
+            lambda: self._shared.fetch(name, limit, lambda: self._live_targets(name), where),
+            limit + self.config.connect_timeout,
+            f"waiting for the shared {name!r}",
+        )
+
+    def _live_targets(self, name: str) -> str:
+        self._side.raise_if_fatal()
+        targets = self._node.alive("target")
+        if not targets:
+            raise PeerLostError(f"every target is gone, and none has shared {name!r}")
+        return ", ".join(member.label for member in targets[:8])
 
     def pump(self) -> bool:
         """Issue and complete NCCL transfers from this thread; with ``issue="pump"``, call it at step boundaries."""

@@ -86,11 +86,13 @@ class TargetSide:
         self.delivery = OwnerDelivery(
             self,
             ranks=self._linked,
+            round_samples=1 if config.end == "ragged" else config.samples_per_round,
             num_drafts=num_drafts,
             static=config.assignment == "static",
             window=config.announce_window,
             max_failures=config.max_failures,
             abreast=None if config.end == "ragged" else config.samples_per_round,
+            prefer=target_rank,
         )
         self._rank = target_rank
         self._num_targets = num_targets

@@ -115,6 +115,8 @@ class OwnerDelivery:
         num_drafts: draft ranks of the run.
         static: assign sample k to draft rank ``k mod num_drafts`` instead of to the least loaded one.
         ranks: draft ranks this owner delivers to; None: all.
+        prefer: draft rank that is first among equals. Owners that prefer different ones fill a last round together.
+        round_samples: samples without which a draft cannot take part in a round.
         abreast: for drafts that take steps together: by how many samples one may be ahead of the one that has been
             given least. Samples given to one alone would be left over at the end. None: no bound.
         window: how many samples may be announced to one draft and not yet answered.
@@ -131,6 +133,8 @@ class OwnerDelivery:
         max_failures: int,
         ranks: Iterable[int] | None = None,
         abreast: int | None = None,
+        round_samples: int = 1,
+        prefer: int = 0,
     ) -> None:
         self._port = port
         self._num_drafts = num_drafts
@@ -138,6 +142,8 @@ class OwnerDelivery:
         self._window = window
         self._abreast = abreast
         self._max_failures = max_failures
+        self._round_samples = round_samples
+        self._prefer = prefer
         self._samples: dict[str, OwnedSample] = {}
         self._drafts: dict[str, _Draft] = {}
         self._queues: dict[int, deque[str]] = {}
@@ -242,8 +248,8 @@ class OwnerDelivery:
         return any(not draft.ended for draft in self._drafts.values()) or (bool(self._awaited) and not self._ended)
 
     def starving(self) -> bool:
-        """Whether a linked draft that takes samples has nothing from us."""
-        return any(d.linked and not d.ended and not d.held for d in self._drafts.values())
+        """Whether a linked draft that takes samples has less than a round from us: the others may wait for it."""
+        return any(d.linked and not d.ended and len(d.held) < self._round_samples for d in self._drafts.values())
 
     # -- delivery ----------------------------------------------------------------------------------------------------
 
@@ -446,7 +452,10 @@ class OwnerDelivery:
             all_here = self._awaited <= {draft.rank for draft in takers}
             least = min((draft.given for draft in takers), default=0) if all_here else 0
             able = [draft for draft in able if draft.given < least + self._abreast]
-        return min(able, key=lambda draft: (len(draft.held), draft.rank), default=None)
+        return min(able, key=self._rank_of_need, default=None)
+
+    def _rank_of_need(self, draft: _Draft) -> tuple[int, int]:
+        return len(draft.held), (draft.rank - self._prefer) % self._num_drafts
 
     def _announce(self, draft: _Draft, sample: OwnedSample) -> None:
         seq = draft.next_seq

@@ -364,16 +364,20 @@ class DraftIntake:
             self._port.tell(delivery.owner, Settle([item]))
         self._port.free(delivery)
 
-    def stop(self, reason: str) -> None:
-        """Take nothing more: what is announced is refused without fault, what still arrives is handed back."""
-        if self._stopped:
-            return
-        self._stopped = reason
+    def decline(self, reason: str) -> None:
+        """Refuse without fault what has no memory yet; the owners assign it anew, to whoever has least."""
         for owner in self._owners.values():
             for delivery in owner.queue:
                 self._refuse(delivery.owner, delivery.gen, delivery.seq, reason, fault=False)
             owner.queue.clear()
         self.blocked = None
+
+    def stop(self, reason: str) -> None:
+        """Take nothing more: what is announced is refused without fault, what still arrives is handed back."""
+        if self._stopped:
+            return
+        self._stopped = reason
+        self.decline(reason)
 
     # -- looking in --------------------------------------------------------------------------------------------------
 
@@ -400,8 +404,13 @@ class DraftIntake:
         """``(owner, error)`` of every owner that said it failed."""
         return [(owner.inc, owner.state.error) for owner in self._owners.values() if owner.state.error]
 
-    def living_owners(self) -> list[str]:
-        return [owner.inc for owner in self._owners.values() if not owner.gone]
+    def serving_owners(self) -> list[str]:
+        """Living owners that may have samples for this rank: with static assignment not all may."""
+        return [
+            owner.inc
+            for owner in self._owners.values()
+            if not owner.gone and not (self._static and self._next_in_class(owner.rank, 0) is None)
+        ]
 
     def was_closed(self, inc: str) -> bool:
         """Whether this owner said that it will put nothing more."""

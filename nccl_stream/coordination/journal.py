@@ -76,6 +76,8 @@ class Journal:
             }
             for number in sorted(self._dirty)
         }
+        # Emptied first: an owner that dies before the deletion must not leave outcomes behind that look open.
+        writes |= {f"journal/{self._inc}/{number}": {"ids": [], "out": ""} for number in self._finished}
         low = min(self._chunks, default=self._next)
         writes[f"journal/{self._inc}/head"] = {"low": low, "high": self._next, "totals": dict(self._totals)}
         deletes = [f"journal/{self._inc}/{number}" for number in self._finished]

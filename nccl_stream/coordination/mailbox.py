@@ -144,7 +144,7 @@ class Mailbox:
         """What is due to be pushed: ``(peer, packet text)``, each packet at most about 512 KiB."""
         out: list[tuple[str, str]] = []
         for peer, state in self._peers.items():
-            if state.unacked and (state.resend_now or now - state.oldest_sent_at >= state.resend_s):
+            if state.unacked and (state.resend_now or now >= state.oldest_sent_at + state.resend_s):
                 self.statistics.resent += len(state.unacked)
                 state.resend_s = min(state.resend_s * 2, RESEND_MAX_S)
                 state.oldest_sent_at = now

@@ -204,9 +204,11 @@ class Membership:
                     return
                 continue
             epoch = self._check_epoch(document)
-            if not self._looks_alive(epoch, deadline):
+            alive = self._looks_alive(epoch, deadline)
+            if not alive:
                 why = f"epoch {epoch} shows no living member"
-                if self._found(document):
+                # Looking for too short a time proves nothing, and a new epoch would end the run of those who live.
+                if alive is not None and self._found(document):
                     return
                 continue
             self._check_config(document)
@@ -253,9 +255,10 @@ class Membership:
     def _is_over(self, document: Any) -> bool:
         return self._root.get(f"e/{self._check_epoch(document)}/over") is not None
 
-    def _looks_alive(self, epoch: str, deadline: float) -> bool:
-        """Whether some member's heartbeat advances while we look; waits up to a few heartbeats."""
-        patience = min(deadline, self._clock() + max(3 * self._timing.heartbeat_s, 2.0) + self._timing.heartbeat_s)
+    def _looks_alive(self, epoch: str, deadline: float) -> bool | None:
+        """Whether some member's heartbeat advances while we look, for a few heartbeats; None: no time left to tell."""
+        full = self._clock() + max(3 * self._timing.heartbeat_s, 2.0) + self._timing.heartbeat_s
+        patience = min(deadline, full)
         first: dict[str, Any] = {}
         while self._clock() < patience:
             for role, rank in self.shape.slots():
@@ -271,7 +274,7 @@ class Membership:
             if self._root.get(f"e/{epoch}/over") is not None:
                 return False
             self._sleep(_POLL_S)
-        return False
+        return False if patience == full else None
 
     def _check_config(self, document: dict[str, Any]) -> None:
         ours = self._epoch_document(document["epoch"])
@@ -353,6 +356,13 @@ class Membership:
     def publish_status(self, status: dict[str, Any]) -> None:
         self._set(f"status/{self.inc}", status)
 
+    def tombstone(self, inc: str) -> Gone | None:
+        """Why ``inc`` is no longer a member; None while it is, or when the tombstone is damaged."""
+        try:
+            return self._read_gone(inc)
+        except WireFormatError:
+            return None
+
     def _read_gone(self, inc: str) -> Gone | None:
         value = self._get(f"gone/{inc}")
         return None if value is None else _parse_gone(value)
@@ -369,7 +379,7 @@ class Membership:
         return wrote
 
     def read_roster(self) -> dict[str, Member]:
-        """Every slot's current incarnation with its tombstone, if it has one. A damaged slot is read as it was before."""
+        """Every slot's incarnation with its tombstone, if it has one. A damaged slot is read as it was before."""
         shape = self.shape
         values = self._root.get_many([f"e/{self.epoch}/slot/{role}/{rank}" for role, rank in shape.slots()])
         members: list[Member] = []

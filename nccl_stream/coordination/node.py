@@ -445,16 +445,17 @@ class Node:
 
     def _read_roster(self, membership: Membership, *, greet: bool = False) -> None:
         roster = membership.read_roster()
+        before = {member.inc: member for member in self.members()}  # changed by this thread alone
+        # An incarnation whose slot was taken over no longer shows in a slot: it is gone, and may have left in peace.
+        for inc, member in before.items():
+            if inc not in roster and member.gone is None:
+                gone = membership.tombstone(inc) or Gone("died", "its rank was taken over", "")
+                roster[inc] = replace(member, gone=gone)
         with self._cond:
-            before = dict(self._members)
-            # An incarnation whose slot was taken over no longer shows in a slot: it is gone.
-            for inc, member in before.items():
-                if inc not in roster and member.gone is None:
-                    roster[inc] = replace(member, gone=Gone("died", "its rank was taken over", ""))
             self._members = {**before, **roster}
             joined = [m for inc, m in roster.items() if inc not in before]
-            gone = [m for inc, m in roster.items() if m.gone is not None and inc in before and before[inc].gone is None]
-            for member in gone:
+            lost = [m for inc, m in roster.items() if m.gone is not None and inc in before and before[inc].gone is None]
+            for member in lost:
                 self._mail.forget(member.inc)
                 self._suspects.discard(member.inc)
             for member in joined:
@@ -471,7 +472,7 @@ class Node:
                 self._handler.on_joined(member)
             with self._cond:
                 self._introduced.add(member.inc)
-        for member in gone:
+        for member in lost:
             if member.inc == self.inc:
                 if self._state == "up":
                     raise FencedError("this process was declared dead by its peers; restart it to go on")

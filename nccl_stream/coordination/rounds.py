@@ -77,10 +77,19 @@ class Rounds:
         members: incarnations of the cohort by rank; all start at round 0.
         samples_per_round: samples one draft consumes per round (batch size times accumulation).
         pad: at the end, drafts that lack a batch get padding instead of the others dropping theirs.
+        apart: each draft has samples of its own (static assignment): one that is drained stays so.
     """
 
     def __init__(
-        self, port: RoundsPort, me: str, cohort: str, members: list[str], *, samples_per_round: int, pad: bool
+        self,
+        port: RoundsPort,
+        me: str,
+        cohort: str,
+        members: list[str],
+        *,
+        samples_per_round: int,
+        pad: bool,
+        apart: bool = False,
     ) -> None:
         self._port = port
         self._me = me
@@ -90,6 +99,7 @@ class Rounds:
         self._holding: set[str] = set()
         self._per_round = samples_per_round
         self._pad = pad
+        self._apart = apart
         self._mine = Have(cohort, 0, 0, 0, False, False, "")
         self._told: tuple[str, Have] | None = None
         self._heard: dict[str, Have] = {}
@@ -192,7 +202,11 @@ class Rounds:
         # A clean end waits until the last whole round has begun everywhere: a draft that dies before it leaves its
         # samples to the others, who need rounds for them.
         begun = all(have.begun >= whole for have in reports)
-        if errors or stop or (drained and begun):
+        # No round can come after the last one of a draft that gets nothing more; the others may have no memory to wait
+        # for the rest of theirs.
+        last = any(have.drained and have.samples // self._per_round == whole for have in reports)
+        cut = last and self._apart and not self._pad
+        if errors or stop or ((drained or cut) and begun):
             rounds = max(released, whole)
             if drained and self._pad and not errors and not stop:
                 rounds = max(released, *(-(-have.samples // self._per_round) for have in reports))

@@ -25,6 +25,7 @@ from nccl_stream.queue import Lease
 from nccl_stream.refs import FeatureAlgorithm, FeatureSpec, SampleRef
 from nccl_stream.store import FeatureStore, StoreHandle, StoreHealth
 from nccl_stream.stores.holds import Holds
+from nccl_stream.vocab import VOCABULARY_ATTRIBUTE
 
 __all__ = ["as_nemo_queue", "as_nemo_store", "from_nemo_ref", "from_nemo_store", "to_nemo_ref"]
 
@@ -310,9 +311,13 @@ class _StoreFromNemo(FeatureStore):
         *,
         attributes: Mapping[str, str] | None = None,
     ) -> SampleRef:
-        """See :meth:`FeatureStore.put`. NeMo's refs have no attributes, so a sample that needs them is refused."""
-        if attributes:
-            raise MisuseError(f"sample {sample_id!r}: NeMo's refs cannot carry attributes {sorted(attributes)}")
+        """See :meth:`FeatureStore.put`. NeMo's refs have no attributes, so a sample that needs them is refused.
+
+        The digest of a draft vocabulary, which is only there to be compared, is left out.
+        """
+        lost = sorted(set(attributes or ()) - {VOCABULARY_ATTRIBUTE})
+        if lost:
+            raise MisuseError(f"sample {sample_id!r}: NeMo's refs cannot carry attributes {lost}")
         try:
             ref = self.inner.put(
                 sample_id,

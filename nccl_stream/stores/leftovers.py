@@ -57,24 +57,12 @@ def _host(pid: int) -> str:
 
 
 def _start_time(pid: int) -> int | None:
-    """Start of a process in clock ticks, so that a reused pid is not taken for the old one; None: no such process."""
+    """Start of a process in clock ticks, so that a reused pid is not taken for the old one; None: cannot be known."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            state, *rest = file.read().rpartition(b")")[2].split()
-    except FileNotFoundError:
-        if os.path.isdir("/proc/self"):
-            return None
-    except OSError:
+            return int(file.read().rpartition(b")")[2].split()[19])
+    except (OSError, IndexError, ValueError):
         return None
-    else:
-        return None if state in (b"Z", b"X") else int(rest[18])
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return None
-    except OSError:
-        pass  # somebody else's, so it lives
-    return 0
 
 
 def this_owner() -> str:
@@ -94,7 +82,13 @@ def _is_gone(owner: str) -> bool | None:
     pid, _, started = process.partition("-")
     if host != _host(os.getpid()) or not (pid.isdigit() and started.isdigit()):
         return None
-    return _start_time(int(pid)) != int(started)
+    try:
+        os.kill(int(pid), 0)
+    except (ProcessLookupError, OverflowError):
+        return True
+    except OSError:
+        pass  # somebody else's, so it lives
+    return _start_time(int(pid)) not in (int(started), None)
 
 
 class LeftoverScan:

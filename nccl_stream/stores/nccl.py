@@ -88,7 +88,8 @@ class NcclFeatureStore(FeatureStore):
         inbound: where a draft rank's deliveries are; None on a target.
         max_sample_bytes: largest sample a put may bring.
         chunk_bytes: largest transfer operation; part of the layout.
-        soft_cap_bytes: residency above which a put is refused unless ``starving()`` says that a draft has nothing.
+        soft_cap_bytes: residency above which a put is refused unless ``starving()`` says that a draft lacks samples.
+        soft_cap_samples: the same for the number of samples; None for no such cap.
         starving: see above.
         on_dropped: called when a draft's handle was garbage-collected unreleased; may run inside a finalizer, so it
             must neither lock nor block. :meth:`collect_dropped` then ends its hold.
@@ -106,6 +107,7 @@ class NcclFeatureStore(FeatureStore):
         arena: Arena | None = None,
         inbound: Inbound | None = None,
         soft_cap_bytes: int = 0,
+        soft_cap_samples: int | None = None,
         starving: Callable[[], bool] = lambda: False,
         on_dropped: Callable[[], None] = lambda: None,
         check_finite: bool = False,
@@ -118,6 +120,7 @@ class NcclFeatureStore(FeatureStore):
         self._arena = arena
         self._inbound = inbound
         self._soft_cap = soft_cap_bytes
+        self._soft_cap_samples = soft_cap_samples
         self._starving = starving
         self._open_handles: dict[int, tuple[Slot, weakref.finalize[..., StoreHandle]]] = {}
         self._dropped: deque[int] = deque()
@@ -255,8 +258,9 @@ class NcclFeatureStore(FeatureStore):
         if self._residency is None:
             return False
         health = self._residency.health()
-        soft = health.resident_bytes + nbytes <= self._soft_cap or self._starving()
-        return soft and self._residency.room_for(nbytes)
+        below = self._soft_cap_samples is None or health.sample_count < self._soft_cap_samples
+        soft = below and health.resident_bytes + nbytes <= self._soft_cap
+        return (soft or self._starving()) and self._residency.room_for(nbytes)
 
     def wait_for_room(self, nbytes: int, timeout: float) -> bool:
         """Block up to ``timeout`` seconds until a put of ``nbytes`` would be accepted; returns whether it would.

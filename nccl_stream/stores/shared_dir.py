@@ -54,7 +54,8 @@ class SharedDirFeatureStore(FeatureStore):
     Caps, watermarks and :meth:`health` count the samples that *this* instance has put and nobody has released. A
     release by another process is noticed by looking for this instance's own files by name, in a thread that exists
     while there are any; the directory is never listed for it, and no lock that :meth:`health` takes is held during
-    I/O. Ids must be unique within the directory; one that is taken is refused.
+    I/O. Ids must be unique within the directory; one that is taken is refused. (Only when two processes put the same
+    new id at the same moment does the later file replace the other.)
 
     Every method may be called from any thread. ``put`` returns when the file is visible; the caller keeps the tensors.
     ``get`` returns copies, on the CPU unless a device is asked for.

@@ -22,7 +22,8 @@ with warnings.catch_warnings():
     from nemo_automodel.components.speculative.eagle.target import Eagle3TargetBatch as NemoBatch
 
 import nccl_stream
-from nccl_stream.errors import CapacityError, ConfigError, ProducerFailedError
+from nccl_stream.eagle3 import Eagle3TargetBatch
+from nccl_stream.errors import CapacityError, ConfigError, MisuseError, ProducerFailedError
 from nccl_stream.interop.nemo import (
     _StoreForNemo,
     _StoreFromNemo,
@@ -33,6 +34,7 @@ from nccl_stream.interop.nemo import (
     to_nemo_ref,
 )
 from nccl_stream.refs import FeatureSpec
+from nccl_stream.schema import FRAME_ATTRIBUTE, NORM_ATTRIBUTE
 from nccl_stream.testing.store_suite import FeatureStoreConformance, StoreHarness, make_sample, raw_bytes
 from tests.unit.pipeline_support import FakeTarget, fill_of, packed_prompt, prompt, prompts
 from tests.unit.test_nccl_store import CONFIG, open_pair
@@ -286,6 +288,33 @@ def test_our_pipeline_runs_on_nemo_store_and_is_bit_equal_to_colocated(nemo_stor
     assert nemo_store.health().sample_count == 0
 
 
+def test_probabilities_over_a_draft_vocabulary_pass_and_last_hidden_states_are_refused(nemo_store):
+    store = from_nemo_store(nemo_store)
+    core = {name: tensor for name, tensor in colocated(prompt(1)).items() if name != "logits"}
+
+    class Target(FakeTarget):
+        def generate_batch(self, *_args, **_packing):
+            batch = Eagle3TargetBatch(**core, **supervision)
+            batch.attributes = attributes
+            return batch
+
+    producer = nccl_stream.FeatureProducer(Target(), store, "run")
+    mask = torch.arange(16) < 4
+    producer.set_vocab_mapping(torch.arange(4), mask)
+    seq = core["input_ids"].shape[1]
+    supervision = {
+        "target_probs": torch.full((1, seq, 4), 0.25),
+        "position_mask": torch.ones(1, seq, 1, dtype=torch.bool),
+    }
+    attributes = {}
+    assert "target_probs" in producer.produce(*prompt(1)).feature_names()
+    supervision = {"last_hidden_states": torch.zeros(1, seq, 4)}
+    attributes = {NORM_ATTRIBUTE: "pre", FRAME_ATTRIBUTE: "shifted"}
+    with pytest.raises(MisuseError, match="cannot carry"):
+        producer.produce(*prompt(1))
+    assert nemo_store.health().sample_count == 1
+
+
 def test_sample_that_our_loader_gives_back_is_still_freed_in_nemo_store(nemo_store):
     store = from_nemo_store(nemo_store)
     queue = nccl_stream.SampleRefQueue(store)
@@ -352,6 +381,17 @@ class TestConformanceThroughBothAdapters(FeatureStoreConformance):
     @pytest.fixture
     def capped_store(self):
         return lambda **caps: _StoreFromNemo(_StoreForNemo(nccl_stream.LocalFeatureStore(**caps)))
+
+
+def test_our_store_keeps_its_own_word_on_whether_waiting_helps():
+    class Refusing(RecordingStore):
+        def put(self, *args, **kwargs):
+            raise CapacityError("never", can_wait=False)
+
+    store = _StoreFromNemo(_StoreForNemo(Refusing()))
+    with pytest.raises(CapacityError, match="never") as info:
+        store.put("s", make_sample(), "run")
+    assert not info.value.can_wait
 
 
 def test_ref_survives_the_way_there_and_back(our_store):

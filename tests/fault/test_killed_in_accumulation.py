@@ -1,0 +1,80 @@
+"""A draft rank that dies in the middle of gradient accumulation: its samples come again, whole batches of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nccl_stream.loader import FeatureDataLoader
+from tests.distributed.harness import Run
+from tests.distributed.workers import join, sample, say_books, wait_gate
+
+pytestmark = pytest.mark.distributed
+
+BATCH, ACCUMULATION = 2, 2
+CONFIG = {"batch_size": BATCH, "accumulation": ACCUMULATION, "max_sample_bytes": 1 << 18}
+
+
+def train(spec, journal):
+    """Pull batches, step after every second one; ``stall_at``: batch with which in hand to stop."""
+    with (
+        join(spec, "draft", journal) as stream,
+        FeatureDataLoader(stream.queue, stream.store, batch_size=BATCH, ack="step") as loader,
+    ):
+        for index, batch in enumerate(loader):
+            numbers = check(batch, spec["width"])
+            journal.say("got", numbers=numbers)
+            if index == spec.get("stall_at"):
+                wait_gate(spec, "never")
+            if index % ACCUMULATION == ACCUMULATION - 1:
+                step(loader, journal)
+        step(loader, journal)
+        stream.wait_ended(20.0)
+        say_books(stream, journal)
+
+
+def check(batch, width):
+    """The numbers of a batch's samples, each of which must be in its row, padded without loss or attention."""
+    numbers = [int(sample_id.removeprefix("s")) for sample_id in batch.sample_ids]
+    for row, number in enumerate(numbers):
+        for name, tensor in sample(number, width).items():
+            length = tensor.shape[1]
+            assert torch.equal(batch[name][row : row + 1, :length], tensor), (name, number)
+            assert not batch[name][row, length:].any(), (name, number)
+    return numbers
+
+
+def step(loader, journal):
+    numbers = [int(sample_id.removeprefix("s")) for sample_id in loader.sample_ids]
+    loader.step()
+    journal.say("stepped", numbers=numbers)
+
+
+def numbers(worker, kind):
+    return [number for entry in worker.said(kind) for number in entry["numbers"]]
+
+
+@pytest.mark.parametrize("end", ["ragged", "drop"])
+def test_samples_of_an_unfinished_step_come_again(tmp_path, end):
+    samples = 40
+    with Run(tmp_path, targets=1, drafts=2, config={**CONFIG, "end": end}, samples=samples) as run:
+        target = run.target(0)
+        victim = run.start("d0", train, rank=0, stall_at=ACCUMULATION)  # the first batch of its second step
+        other = run.start("d1", train, rank=1)
+        run.wait_for("the victim to be within a step", lambda: len(victim.said("got")) > ACCUMULATION)
+        stepped = numbers(victim, "stepped")
+        unfinished = set(numbers(victim, "got")) - set(stepped)
+        assert len(stepped) == BATCH * ACCUMULATION
+        assert len(unfinished) == BATCH
+        victim.kill()
+        run.wait_ended(target, other)
+        assert (target.error, other.error) == (None, None)
+        books = other.books
+        assert books["balanced"]
+        assert books["lost"] == books["dead"] == books["resident"] == 0
+        again = numbers(other, "stepped")
+        assert len(again) == len(set(again))
+        assert unfinished <= set(again)
+        # What the victim had stepped on may or may not have been heard of; nothing else comes twice or misses.
+        missing = set(range(samples)) - set(again) - set(stepped)
+        assert len(missing) == books["dropped"] == 0

@@ -1,0 +1,84 @@
+"""Whole streams, one event at a time: the real sides over faulty mail, links that break and ranks that are killed."""
+
+import logging
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.property.simulation import run
+from tests.property.stream_world import World
+
+STREAMS = {
+    "seed": st.integers(0, 2**32),
+    "targets": st.integers(1, 3),
+    "drafts": st.integers(1, 3),
+    "per_target": st.integers(0, 10),
+    "end": st.sampled_from(["drop", "pad", "ragged"]),
+    "static": st.booleans(),
+    "batch": st.integers(1, 2),
+}
+SOME = settings(max_examples=70, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quiet():
+    """Thousands of simulated faults are logged as what they are."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def simulate(**kwargs):
+    world = World(**kwargs)
+    run(world.rng, world.offer, max_events=20_000)
+    return world, world.finish()
+
+
+@given(**STREAMS, mail_faults=st.integers(0, 6))
+@SOME
+def test_calm_stream_every_sample_is_trained_on_once(**kwargs):
+    """Mail that is lost, doubled and reordered changes nothing."""
+    world, trained = simulate(breaks=0, failures=0, deaths=[], **kwargs)
+    assert all(count == 1 for count in trained.values())
+    assert all(draft.error is None for draft in world.survivors("draft"))
+    left_over = len(world.samples) - len(trained)
+    if kwargs["end"] != "drop":
+        assert left_over == 0
+    else:
+        assert left_over == sum(t.side.delivery.books.dropped for t in world.survivors("target"))
+
+
+@given(**STREAMS, mail_faults=st.integers(0, 4), breaks=st.integers(1, 5), failures=st.integers(0, 2))
+@SOME
+def test_broken_links_and_failing_consumers_lose_nothing(**kwargs):
+    world, trained = simulate(deaths=[], **kwargs)
+    if kwargs["end"] != "drop" and not kwargs["failures"]:
+        assert set(trained) == set(world.samples)
+    for target in world.survivors("target"):
+        books = target.side.delivery.books
+        assert books.put == books.acked + books.dropped + books.dead
+
+
+@given(
+    **STREAMS,
+    mail_faults=st.integers(0, 4),
+    breaks=st.integers(0, 2),
+    failures=st.integers(0, 1),
+    deaths=st.lists(st.sampled_from(["t0", "t1", "d0", "d1", "d2"]), min_size=1, max_size=3),
+)
+@SOME
+def test_killed_ranks_everybody_else_ends_and_the_books_close(**kwargs):
+    simulate(**kwargs)
+
+
+@given(seed=st.integers(0, 2**32), end=st.sampled_from(["drop", "ragged"]))
+@SOME
+def test_static_order_is_the_same_in_every_run(seed, end):
+    """What one draft trains on, and in which order, does not depend on the interleaving."""
+    shape = {"targets": 2, "drafts": 2, "per_target": 6, "static": True, "batch": 1, "end": end}
+    orders = []
+    for variant in (seed, seed + 1):
+        world, _ = simulate(seed=variant, breaks=0, failures=0, deaths=[], mail_faults=2, **shape)
+        orders.append([draft.consumed for draft in world.survivors("draft")])
+    assert orders[0] == orders[1]

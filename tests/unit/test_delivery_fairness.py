@@ -1,0 +1,42 @@
+"""Who is given a sample when several drafts are equally in need."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nccl_stream.coordination.delivery import OwnedSample, OwnerDelivery
+from nccl_stream.coordination.messages import Announce, Message
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.given: list[str] = []
+
+    def tell(self, draft: str, message: Message) -> None:
+        if isinstance(message, Announce):
+            self.given.append(draft)
+
+    def transmit(self, draft: str, gen: int, seq: int, sample: OwnedSample) -> None: ...
+
+    def settled(self, sample: OwnedSample) -> None: ...
+
+
+def deal(prefer: int, samples: int, num_drafts: int = 2) -> list[str]:
+    port = Recorder()
+    owner = OwnerDelivery(port, num_drafts=num_drafts, static=False, window=8, max_failures=3, abreast=1, prefer=prefer)
+    for rank in range(num_drafts):
+        owner.draft_joined(f"d{rank}", rank)
+        owner.link_up(f"d{rank}", 1)
+    ref: dict[str, Any] = {}
+    for i in range(samples):
+        owner.offer(f"s{i}", ref, 1, i)
+    return port.given
+
+
+def test_two_owners_with_odd_counts_fill_the_last_round_together() -> None:
+    given = deal(0, 3) + deal(1, 3)
+    assert sorted(given) == ["d0"] * 3 + ["d1"] * 3
+
+
+def test_an_owner_gives_in_turns_from_the_draft_it_prefers() -> None:
+    assert deal(2, 6, num_drafts=3) == ["d2", "d0", "d1", "d2", "d0", "d1"]

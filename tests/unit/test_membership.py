@@ -1,0 +1,206 @@
+"""Joining, taking over and burying, on a real TCPStore."""
+
+import threading
+from contextlib import contextmanager
+
+import pytest
+
+from nccl_stream.coordination.kv import ControlStore, tcp_store
+from nccl_stream.coordination.membership import Identity, Membership, RunShape, Timing
+from nccl_stream.errors import ConfigError, MembershipError, WireFormatError
+from tests.unit.helpers import FakeClock
+
+TIMING = Timing(heartbeat_s=0.1, death_s=0.8, fence_s=0.5, connect_s=20.0)
+
+
+@pytest.fixture
+def raw():
+    return tcp_store("127.0.0.1", 0, serve=True, timeout=10.0)
+
+
+def member(raw, role, rank, *, one_launch=False, connect_s=20.0, config=None, num_targets=1, num_drafts=2, **kwargs):
+    shape = RunShape("run", "0", num_targets, num_drafts, one_launch, config or {})
+    identity = Identity(role, rank, "host", 7, "cpu", {"torch": "2"})
+    timing = Timing(TIMING.heartbeat_s, TIMING.death_s, TIMING.fence_s, connect_s)
+    root = ControlStore(raw, shape.root, timeout=10.0).clone(shape.root)
+    return Membership(root, shape, identity, timing, **kwargs)
+
+
+@contextmanager
+def beating(raw, one):
+    """``one`` shows signs of life meanwhile."""
+    stop = threading.Event()
+    documents = ControlStore(raw, one.shape.root, timeout=10.0).clone(f"{one.shape.root}/e/{one.epoch}")
+
+    def beat():
+        seq = 1
+        while not stop.wait(0.05):
+            documents.set(f"status/{one.inc}", {"seq": seq})
+            seq += 1
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join(10)
+
+
+def test_first_one_founds_the_epoch_and_the_rest_join_it(raw):
+    founder, other = member(raw, "target", 0), member(raw, "draft", 1)
+    founder.join()
+    with beating(raw, founder):
+        other.join()
+    assert other.epoch == founder.epoch
+    assert set(other.read_roster()) == {founder.inc, other.inc}
+    seen = founder.read_roster()[other.inc]
+    assert (seen.role, seen.rank, seen.host, seen.pid, seen.gone) == ("draft", 1, "host", 7, None)
+
+
+def test_all_at_once_agree_on_one_epoch(raw):
+    everybody = [member(raw, "target", 0), member(raw, "draft", 0), member(raw, "draft", 1)]
+    done = threading.Barrier(len(everybody) + 1)
+
+    def join(one):
+        one.join()
+        with beating(raw, one):
+            done.wait(30)
+
+    threads = [threading.Thread(target=join, args=(one,)) for one in everybody]
+    for thread in threads:
+        thread.start()
+    done.wait(30)
+    for thread in threads:
+        thread.join(10)
+    assert len({one.epoch for one in everybody}) == 1
+    assert set(everybody[0].read_roster()) == {one.inc for one in everybody}
+
+
+def test_epoch_in_which_nobody_lives_is_not_believed(raw):
+    dead = member(raw, "target", 0)
+    dead.join()
+    newcomer = member(raw, "target", 0)
+    newcomer.join()
+    assert newcomer.epoch != dead.epoch
+    assert set(newcomer.read_roster()) == {newcomer.inc}
+
+
+def test_epoch_that_is_over_is_followed_by_another_at_once(raw):
+    first = member(raw, "target", 0)
+    first.join()
+    first.declare_over()
+    with beating(raw, first):  # even one that still beats
+        second = member(raw, "target", 0)
+        second.join()
+    assert second.epoch != first.epoch
+
+
+def test_rank_of_a_buried_member_is_taken_over(raw):
+    founder, old = member(raw, "target", 0), member(raw, "draft", 0)
+    founder.join()
+    with beating(raw, founder):
+        old.join()
+        assert founder.bury(old.inc, "died", "killed")
+        new = member(raw, "draft", 0)
+        new.join()
+    assert new.epoch == old.epoch
+    assert set(founder.read_roster()) == {founder.inc, new.inc}
+    assert founder.tombstone(old.inc).reason == "killed"
+
+
+def test_rank_of_a_silent_member_is_taken_over_after_its_burial(raw):
+    founder, silent = member(raw, "target", 0), member(raw, "draft", 0)
+    founder.join()
+    with beating(raw, founder):
+        silent.join()
+        new = member(raw, "draft", 0)
+        new.join()
+    gone = founder.tombstone(silent.inc)
+    assert (gone.kind, new.epoch) == ("died", founder.epoch)
+    assert gone.by.startswith(new.inc)
+
+
+def test_rank_of_a_living_member_is_refused_and_it_lives_on(raw):
+    founder = member(raw, "target", 0)
+    founder.join()
+    with beating(raw, founder), pytest.raises(MembershipError, match="alive and holds target rank 0"):
+        member(raw, "target", 0).join()
+    assert founder.tombstone(founder.inc) is None
+    assert set(founder.read_roster()) == {founder.inc}
+
+
+def test_one_launch_never_reuses_a_rank(raw):
+    founder = member(raw, "target", 0, one_launch=True)
+    founder.join()
+    founder.bury(founder.inc, "left", "")
+    with beating(raw, founder), pytest.raises(MembershipError, match="could not join"):
+        member(raw, "target", 0, one_launch=True, connect_s=1.5).join()
+    assert founder.documents.get("over") is None
+    assert ControlStore(raw, founder.shape.root, timeout=10.0).get("epoch")["epoch"] == founder.epoch
+
+
+def test_tombstone_is_set_once_and_obeyed_by_all(raw):
+    a, b = member(raw, "target", 0), member(raw, "draft", 0)
+    a.join()
+    with beating(raw, a):
+        b.join()
+    before = a.documents.get("rev")
+    assert a.bury(b.inc, "died", "no heartbeat")
+    assert not b.bury(b.inc, "left", "bye")
+    assert a.documents.get("rev") != before  # everybody will look
+    for one in (a, b):
+        gone = one.read_roster()[b.inc].gone
+        assert (gone.kind, gone.reason) == ("died", "no heartbeat")
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "name"),
+    [({"num_drafts": 3}, "num_drafts"), ({"config": {"batch_size": 2}}, "batch_size"), ({"num_targets": 4}, "num_tar")],
+)
+def test_disagreement_is_refused_by_name_and_written_down(raw, kwargs, name):
+    founder = member(raw, "target", 0, config={"batch_size": 1} if "config" in kwargs else None)
+    founder.join()
+    with beating(raw, founder), pytest.raises(ConfigError, match=name):
+        member(raw, "draft", 0, **kwargs).join()
+    assert name in founder.refusal()
+
+
+@pytest.mark.parametrize("document", [7, {"epoch": "e"}, {"epoch": "../x", "minter": "m", "num_targets": 1}])
+def test_damaged_epoch_document_is_refused(raw, document):
+    ControlStore(raw, "nccl_stream/run/0", timeout=10.0).set("epoch", document)
+    with pytest.raises(WireFormatError, match="epoch document"):
+        member(raw, "target", 0).join()
+
+
+@pytest.mark.parametrize("slot", [7, {}, {"inc": "x", "role": "draft"}, {"inc": 1}])
+def test_damaged_slot_hides_only_itself(raw, slot):
+    founder = member(raw, "target", 0)
+    founder.join()
+    founder.documents.set("slot/draft/1", slot)
+    assert set(founder.read_roster()) == {founder.inc}
+
+
+def test_damaged_tombstone_buries_nobody(raw):
+    founder = member(raw, "target", 0)
+    founder.join()
+    founder.documents.set(f"gone/{founder.inc}", {"kind": "exploded", "reason": "", "by": ""})
+    assert founder.read_roster()[founder.inc].gone is None
+    assert founder.tombstone(founder.inc) is None
+
+
+def test_silence_counts_from_the_last_change_seen_and_sleep_is_excused(raw):
+    clock = FakeClock()
+    one = member(raw, "target", 0)
+    assert one.observe("d", {"seq": 1}, clock.now) == 0.0
+    clock.advance(3)
+    assert one.observe("d", {"seq": 1}, clock.now) == 3.0
+    clock.advance(2)
+    assert one.observe("d", {"seq": 2}, clock.now) == 0.0
+    clock.advance(10)
+    one.excuse(10)  # we were not looking
+    assert one.observe("d", {"seq": 2}, clock.now) == 0.0
+    clock.advance(1)
+    assert one.observe("d", {"seq": 2}, clock.now) == 1.0
+    assert one.last_seq("d") == 2
+    assert one.observe("d", "nonsense", clock.now) == 0.0
