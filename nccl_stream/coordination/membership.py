@@ -379,7 +379,7 @@ class Membership:
         return wrote
 
     def read_roster(self) -> dict[str, Member]:
-        """Every slot's incarnation with its tombstone, if it has one. A damaged slot is read as it was before."""
+        """Every slot's incarnation with its tombstone, if it has one. A damaged slot reads as it did before."""
         shape = self.shape
         values = self._root.get_many([f"e/{self.epoch}/slot/{role}/{rank}" for role, rank in shape.slots()])
         members: list[Member] = []

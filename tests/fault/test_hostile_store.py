@@ -23,7 +23,8 @@ def test_garbage_in_every_inbox_is_dropped(tmp_path):
         assert books["dropped"] <= 2
 
 
-KINDS = ["/slot/", "/gone/", "/status/", "/journal/", "/rev", "/epoch", "/cohort", "/link/"]
+KINDS = ["/slot/", "/gone/", "/status/", "/epoch", "/cohort"]
+KINDS += [pytest.param(kind, marks=pytest.mark.slow) for kind in ("/journal/", "/rev", "/link/")]
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "nccl_stream/"])

@@ -11,8 +11,15 @@ def everything(targets, samples):
     return set(range(targets * samples))
 
 
-@pytest.mark.parametrize(("targets", "drafts", "samples"), [(2, 2, 50), (1, 3, 90)])
-@pytest.mark.parametrize("end", ["ragged", "drop"])
+@pytest.mark.parametrize(
+    ("targets", "drafts", "samples", "end"),
+    [
+        (2, 2, 50, "drop"),
+        (1, 3, 90, "ragged"),
+        pytest.param(2, 2, 50, "ragged", marks=pytest.mark.slow),
+        pytest.param(1, 3, 90, "drop", marks=pytest.mark.slow),
+    ],
+)
 def test_killed_draft_loses_nothing(tmp_path, targets, drafts, samples, end):
     with Run(tmp_path, targets=targets, drafts=drafts, config={"end": end}, samples=samples) as run:
         owners, takers = run.start_all(draft={"pace": 0.01})

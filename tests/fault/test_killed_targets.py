@@ -52,7 +52,7 @@ def test_killed_target_is_accounted_for(tmp_path, drafts, end, assignment):
             assert len({len(worker.got) for worker in takers}) == 1
 
 
-@pytest.mark.parametrize("end", ["ragged", "drop"])
+@pytest.mark.parametrize("end", [pytest.param("ragged", marks=pytest.mark.slow), "drop"])
 def test_all_targets_killed_is_an_error_on_every_draft(tmp_path, end):
     with Run(tmp_path, targets=2, drafts=2, config={"end": end, **LARGE}, samples=60, width=WIDTH) as run:
         owners, takers = run.start_all(draft={"pace": 0.02})

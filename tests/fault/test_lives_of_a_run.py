@@ -15,7 +15,7 @@ pytestmark = pytest.mark.distributed
 
 def test_run_id_is_used_again_after_a_clean_end(tmp_path):
     with Run(tmp_path, targets=1, drafts=2, config={"end": "drop"}, samples=20) as run:
-        for life in range(3):
+        for life in range(2):
             owner = run.target(0, life=life)
             takers = [run.draft(rank, life=life) for rank in range(2)]
             run.wait_ended(owner, *takers)

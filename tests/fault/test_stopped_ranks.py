@@ -27,7 +27,7 @@ def test_moment_of_standstill_harms_nobody(tmp_path):
         assert books["lost"] == books["dead"] == books["redelivered"] == 0
 
 
-@pytest.mark.parametrize("end", ["ragged", "drop"])
+@pytest.mark.parametrize("end", [pytest.param("ragged", marks=pytest.mark.slow), "drop"])
 def test_draft_that_stands_still_too_long(tmp_path, end):
     with Run(tmp_path, targets=2, drafts=3, config={"end": end}, samples=60) as run:
         owners, takers = run.start_all(draft={"pace": 0.02})
@@ -49,7 +49,7 @@ def test_draft_that_stands_still_too_long(tmp_path, end):
         assert len(set(range(120)) - set(acked) - set(victim.acked)) <= books["dropped"]
 
 
-@pytest.mark.parametrize("end", ["ragged", "drop"])
+@pytest.mark.parametrize("end", [pytest.param("ragged", marks=pytest.mark.slow), "drop"])
 def test_target_that_stands_still_too_long(tmp_path, end):
     with Run(tmp_path, targets=2, drafts=2, config={"end": end}, samples=60) as run:
         victim = run.target(0, pace=0.05)
