@@ -103,6 +103,7 @@ class Rounds:
         self._mine = Have(cohort, 0, 0, 0, False, False, "")
         self._told: tuple[str, Have] | None = None
         self._heard: dict[str, Have] = {}
+        self._told_go: dict[str, int] = {}
         self._proposed = False
         self._left = False
         # A leader before us may have written the end and died before it told anybody.
@@ -215,8 +216,9 @@ class Rounds:
             self._proposed = True
             self._port.propose_end(EndDecision(rounds, errors[0] if errors else "", stop and not drained))
             return
-        if go > self.go:
-            self.go = go
-            for inc in self._present:
-                if inc != self._me:
-                    self._port.tell(inc, Go(self._cohort, go))
+        self.go = go
+        for inc, have in zip(self._present, reports, strict=True):
+            # Also what a leader before us released: its word may not have reached everybody.
+            if inc != self._me and have.go < go and self._told_go.get(inc, 0) < go:
+                self._told_go[inc] = go
+                self._port.tell(inc, Go(self._cohort, go))

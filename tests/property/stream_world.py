@@ -454,7 +454,8 @@ class World:
             assert len({rank.handed for rank in drafts}) == 1, "a different number of rounds"
             assert not drafts[0].handed % self.config.samples_per_round or self.failures_happened()
         for rank in drafts:
-            assert rank.arena.free_bytes == rank.arena.capacity_bytes, rank.arena.holders()
+            # A rank that leaves takes its links down with what they carry; nothing else may keep memory.
+            assert not [why for _, _, why in rank.arena.holders() if "transfer" not in why]
             assert not rank.side.intake.held
         for rank in targets:
             books = rank.side.delivery.books

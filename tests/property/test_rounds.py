@@ -26,7 +26,11 @@ class Drafter:
     # -- the port ----------------------------------------------------------------------------------------------------
 
     def tell(self, inc, message):
-        self.tasks.append(lambda: self.sim.mail.send(self.inc, inc, message))
+        def go_out():
+            self.sim.mail.send(self.inc, inc, message)
+            self.sim.tempt_fate(self)
+
+        self.tasks.append(go_out)
 
     def propose_end(self, decision):
         self.tasks.append(lambda: self.write_end(decision))
@@ -37,6 +41,9 @@ class Drafter:
     def write_end(self, decision):
         if self.sim.document is None:
             self.sim.document = EndDecision.from_wire(decision.to_wire())
+            self.sim.tempt_fate(self)
+            if self.inc in self.sim.dead:
+                return
         self.look_for_end()
 
     def look_for_end(self):
@@ -133,7 +140,8 @@ class Cohort:
         self.mail, self.document = Fifo(), None
         self.drafts = {inc: Drafter(self, rank, self.members, per_round, pad) for rank, inc in enumerate(self.members)}
         self.supply = samples
-        self.deaths = [self.rng.choice(self.members) for _ in range(deaths)]
+        # None: whoever leads when it happens.
+        self.deaths = [self.rng.choice([None, *self.members]) for _ in range(deaths)]
         self.leavers = [self.rng.choice(self.members) for _ in range(leavers)]
         self.trouble = [("stop", stop), ("error", error)]
         self.dead = {}
@@ -163,7 +171,14 @@ class Cohort:
         """Nobody is left to deliver to."""
         self.supply = 0
 
+    def tempt_fate(self, draft):
+        """Leaders die by preference between two messages that belong together, or having written the end."""
+        if self.deaths and draft is self.alive()[0] and self.rng.random() < 0.1:
+            self.deaths.pop()
+            self.die(draft.inc)
+
     def die(self, inc):
+        inc = self.alive()[0].inc if inc is None else inc
         if inc in self.dead or self.drafts[inc].left or len(self.staying()) == 1:
             return
         draft = self.drafts[inc]
@@ -236,7 +251,7 @@ class Cohort:
         return self.document
 
 
-MANY = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+MANY = settings(max_examples=500, deadline=None, suppress_health_check=list(HealthCheck))
 ANY = {
     "seed": st.integers(0, 2**32),
     "size": st.integers(1, 4),

@@ -6,16 +6,19 @@ import copy
 import multiprocessing
 import os
 import pickle
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from nccl_stream.config import StreamConfig
+from nccl_stream.draft_queue import DraftQueue, PaddingLease
 from nccl_stream.errors import ConfigError, MisuseError, ProducerFailedError, SchemaError
 from nccl_stream.loader import FeatureDataLoader
 from nccl_stream.producer import FeatureProducer
-from nccl_stream.queue import SampleRefQueue
+from nccl_stream.queue import SampleRefQueue, VisibilityTimeout
 from nccl_stream.stores.local import LocalFeatureStore
 from tests.unit.pipeline_support import HIDDEN, Background, FakeTarget, packed_prompt, prompt, sample_bytes, wait_until
 
@@ -270,6 +273,33 @@ def test_round_without_a_step_is_an_error_and_not_a_standstill():
         next(loader)
     loader.step()
     assert next(loader).sample_ids == ("5", "6")
+
+
+def test_stream_tells_the_loader_its_rounds():
+    config = StreamConfig(batch_size=2, accumulation=3)
+    ragged = StreamConfig(batch_size=2, end="ragged")
+    assert [
+        (queue.samples_per_round, queue.is_aligned)
+        for queue in (DraftQueue(SimpleNamespace(config=c)) for c in (config, ragged))
+    ] == [(6, True), (2, False)]
+
+
+def test_padding_fills_the_batch_of_a_round_and_has_no_id():
+    rig = Rig(StreamQueue)
+    rig.fill([5], close=False)
+    acquire, template = rig.queue.acquire, rig.producer.produce(*prompt(1, 8))
+
+    def acquire_or_padding(poll_interval):
+        return acquire(0.0) or PaddingLease(template, 0.0, VisibilityTimeout())
+
+    rig.queue.acquire = acquire_or_padding
+    loader = rig.loader(batch_size=2)
+    batch = next(loader)
+    assert batch.sample_ids == ("1",)
+    assert batch.loss_mask.sum(1).tolist() == [5, 0]
+    assert batch.attention_mask.sum(1).tolist() == [5, 8]
+    assert next(loader).sample_ids == ()
+    assert rig.queue.statistics().acked == 1
 
 
 # -- under torch's DataLoader ----------------------------------------------------------------------------------------

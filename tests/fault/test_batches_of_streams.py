@@ -1,4 +1,4 @@
-"""A draft rank that dies in the middle of gradient accumulation: its samples come again, whole batches of them."""
+"""Batches of real streams: a rank that dies in the middle of gradient accumulation, and a padded end."""
 
 from __future__ import annotations
 
@@ -78,3 +78,16 @@ def test_samples_of_an_unfinished_step_come_again(tmp_path, end):
         # What the victim had stepped on may or may not have been heard of; nothing else comes twice or misses.
         missing = set(range(samples)) - set(again) - set(stepped)
         assert len(missing) == books["dropped"] == 0
+
+
+def test_padded_end_gives_every_rank_as_many_batches(tmp_path):
+    """11 samples and rounds of 4 per rank: in the last round somebody has batches of padding, whole or in part."""
+    with Run(tmp_path, targets=1, drafts=2, config={**CONFIG, "end": "pad"}, samples=11) as run:
+        workers = [run.target(0), run.start("d0", train, rank=0), run.start("d1", train, rank=1)]
+        run.wait_ended(*workers)
+        assert [worker.error for worker in workers] == [None] * 3
+        drafts = workers[1:]
+        assert sorted(number for worker in drafts for number in numbers(worker, "got")) == list(range(11))
+        counts = [len(worker.said("got")) for worker in drafts]
+        assert counts[0] == counts[1]
+        assert counts[0] % ACCUMULATION == 0
