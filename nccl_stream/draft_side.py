@@ -97,6 +97,7 @@ class DraftSide:
         self._local_redeliveries: Counter[tuple[str, str]] = Counter()
         self._targets: dict[int, str] = {}
         self._restarts: dict[str, float] = {}
+        self._ended_drafts: dict[str, float] = {}
         self._early_haves: list[tuple[str, Have]] = []
         self._left: set[str] = set()
         self._stop_reason = ""
@@ -266,6 +267,9 @@ class DraftSide:
                     self.obituaries.died(member.inc, member.label, kind, reason, heirs)
             self.links.remove(member.inc)
         with self.cond:
+            if member.role == "draft":
+                self.intake.draft_gone(member.inc)
+                self._ended_drafts[member.inc] = self._clock() + self.config.death_timeout
             if member.role == "draft" and self.rounds is not None:
                 awaited = kind != "left" and self._restart_timeout > 0
                 if awaited:
@@ -323,6 +327,9 @@ class DraftSide:
                 del self._restarts[inc]
                 if self.rounds is not None:
                     self.rounds.member_gone(inc, awaited=False)
+            for inc in [inc for inc, until in self._ended_drafts.items() if until <= now]:
+                del self._ended_drafts[inc]
+                self.intake.draft_forgotten(inc)
             self._expire()
             self._decline_hoard()
             self._tell_estates()

@@ -18,6 +18,9 @@ from nccl_stream.coordination.messages import Announce, Message, OwnerState
 __all__ = ["Books", "DeadLetter", "OwnedSample", "OwnerDelivery", "OwnerPort", "Phase"]
 
 
+GONE_TOLD = 64  # far more drafts than can end between two messages
+
+
 class Phase(enum.Enum):
     """Where a sample is on its way."""
 
@@ -103,6 +106,7 @@ class _Draft:
     given: int = 0  # samples it has or had, less those that came back
     seen: int = 0
     told: tuple[bool, str, bool, bool, int] | None = None
+    told_gone: list[str] = field(default_factory=list)
 
 
 class OwnerDelivery:
@@ -152,6 +156,7 @@ class OwnerDelivery:
         self._closed = False
         self._error = ""
         self._ended = False
+        self._gone: list[str] = []
         self._drop_rest = False
         self._undelivered = 0
         self.books = Books()
@@ -189,8 +194,10 @@ class OwnerDelivery:
 
     def draft_gone(self, inc: str, *, awaited: bool) -> None:
         """The draft died or left: what it had not settled goes to others, or waits for its next incarnation."""
+        self._gone = [*self._gone, inc][-GONE_TOLD:]
         draft = self._drafts.pop(inc, None)
         if draft is None:
+            self._tell_states()
             return
         if not awaited:
             self._give_up(draft.rank)
@@ -483,10 +490,10 @@ class OwnerDelivery:
         settled = self.books.resident == 0
         for draft in self._drafts.values():
             state = (True, self._error, self._idle_for(draft), settled, draft.seen)
-            if state != draft.told:
-                draft.told = state
+            if state != draft.told or self._gone != draft.told_gone:
+                draft.told, draft.told_gone = state, self._gone
                 closed, error, idle, done, seen = state
-                self._port.tell(draft.inc, OwnerState(closed, error, idle, done, seen))
+                self._port.tell(draft.inc, OwnerState(closed, error, idle, done, seen, self._gone))
 
     # -- looking in --------------------------------------------------------------------------------------------------
 

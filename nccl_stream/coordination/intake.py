@@ -106,6 +106,7 @@ class _Owner:
     returns: int = 0
     state: OwnerState = field(default_factory=lambda: OwnerState(False, "", False, False, 0))
     gone: str = ""
+    unheard: set[str] = field(default_factory=set)  # drafts that ended, which the owner has not said it knows
 
 
 class DraftIntake:
@@ -181,6 +182,17 @@ class DraftIntake:
             # The owner may believe that it arrived: it can announce later ones before it learns better.
             owner.missing.add(delivery.order)
         owner.frontier = min([owner.frontier, *(order for order in orders if order >= self._yield_floor)])
+
+    def draft_gone(self, inc: str) -> None:
+        """Another draft has ended: what it held may come here, and no owner is idle before it says that it knows."""
+        for owner in self._owners.values():
+            if not owner.gone and inc not in owner.state.gone:
+                owner.unheard.add(inc)
+
+    def draft_forgotten(self, inc: str) -> None:
+        """By now every owner has taken the end of that draft into account, or never knew it."""
+        for owner in self._owners.values():
+            owner.unheard.discard(inc)
 
     # -- announcements -----------------------------------------------------------------------------------------------
 
@@ -385,6 +397,7 @@ class DraftIntake:
         owner = self._owners.get(inc)
         if owner is not None:
             owner.state = state
+            owner.unheard.difference_update(str(gone) for gone in state.gone)
             self.grant()
 
     def drained(self) -> bool:
@@ -398,7 +411,7 @@ class DraftIntake:
     @staticmethod
     def _is_idle(owner: _Owner) -> bool:
         state = owner.state
-        return state.closed and state.idle and not owner.queue and state.seen >= owner.returns
+        return state.closed and state.idle and not owner.queue and not owner.unheard and state.seen >= owner.returns
 
     def owner_errors(self) -> list[tuple[str, str]]:
         """``(owner, error)`` of every owner that said it failed."""

@@ -6,7 +6,7 @@ damaged value becomes a :class:`WireFormatError` and never an attribute of the w
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 from nccl_stream.errors import WireFormatError
@@ -146,7 +146,8 @@ class OwnerState(Message):
     """Target to draft, once closed and at every change: whether more can come.
 
     ``idle``: nothing waits to be delivered to this draft. ``settled``: every sample of this owner has its outcome.
-    ``seen``: how many failed or handed-back items of this draft the owner has taken into account.
+    ``seen``: how many failed or handed-back items of this draft the owner has taken into account. ``gone``: the drafts
+    whose end it has taken into account, the last few of them.
     """
 
     KIND: ClassVar[str] = "owner"
@@ -155,6 +156,7 @@ class OwnerState(Message):
     idle: bool
     settled: bool
     seen: int
+    gone: list[Any] = field(default_factory=list, compare=False)
 
 
 @dataclass(frozen=True)
@@ -237,8 +239,8 @@ _KINDS: dict[str, type[Message]] = {
 def encode_message(message: Message) -> dict[str, Any]:
     """The wire form: ``{"k": kind, field: value, ...}``."""
     wire: dict[str, Any] = {"k": message.KIND}
-    for field in fields(message):
-        wire[field.name] = getattr(message, field.name)
+    for each in fields(message):
+        wire[each.name] = getattr(message, each.name)
     return wire
 
 
@@ -271,11 +273,11 @@ def decode_message(wire: Any) -> Message:
     if cls is None:
         raise WireFormatError(f"unknown message kind {kind!r:.40}")
     values = {name: value for name, value in wire.items() if name != "k"}
-    names = {field.name for field in fields(cls)}
+    names = {each.name for each in fields(cls)}
     if values.keys() != names:
         raise WireFormatError(f"message {kind!r}: fields {sorted(values)} instead of {sorted(names)}")
-    for field in fields(cls):
-        _check_field(kind, field.name, str(field.type), values[field.name])
+    for each in fields(cls):
+        _check_field(kind, each.name, str(each.type), values[each.name])
     if cls is Settle:
         for item in values["items"]:
             _check_settle_item(item)
