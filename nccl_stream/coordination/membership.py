@@ -256,8 +256,11 @@ class Membership:
         return self._root.get(f"e/{self._check_epoch(document)}/over") is not None
 
     def _looks_alive(self, epoch: str, deadline: float) -> bool | None:
-        """Whether some member's heartbeat advances while we look, for a few heartbeats; None: no time left to tell."""
-        full = self._clock() + max(3 * self._timing.heartbeat_s, 2.0) + self._timing.heartbeat_s
+        """Whether some member's heartbeat advances while we look; None: no time left to tell.
+
+        Looks as long as anybody must before it declares a death: a run that only stands still is not dead.
+        """
+        full = self._clock() + self._timing.death_s + self._timing.heartbeat_s
         patience = min(deadline, full)
         first: dict[str, Any] = {}
         while self._clock() < patience:
