@@ -38,17 +38,21 @@ def test_killed_target_is_accounted_for(tmp_path, drafts, end, assignment):
         assert not lost & acked, "a sample is reported lost and was used"
         books = takers[0].books
         assert books["balanced"]
-        assert books["put"] == samples + len(victim.said("put"))
+        # A put reaches the journal before the sample is announced to anybody, but not before put returns: what was put
+        # in the very moment of the kill is in nobody's books.
+        unwritten = samples + len(victim.said("put")) - books["put"]
+        assert 0 <= unwritten <= 2
         assert books["resident"] == 0
         assert books["lost"] == len(lost)
         assert books["acked"] == len(acked)
         put = {entry["number"] for owner in (victim, survivor) for entry in owner.said("put")}
         missing = put - acked - lost
-        assert len(missing) == books["dropped"]
+        assert len(missing) == books["dropped"] + unwritten
+        last_puts = [entry["number"] for entry in victim.said("put")][-2:]
         if end == "ragged":
-            assert not missing
+            assert missing <= set(last_puts)
         else:
-            assert len(missing) <= targets * (drafts - 1)
+            assert books["dropped"] <= targets * (drafts - 1)
             assert len({len(worker.got) for worker in takers}) == 1
 
 
