@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from nccl_stream.config import StreamConfig
+from nccl_stream.coordination.intake import DraftIntake
+from nccl_stream.coordination.messages import Announce, Settle
 from nccl_stream.errors import LinkError
 from nccl_stream.staging import crc32c
 from nccl_stream.stores import nccl as nccl_store
@@ -15,6 +17,7 @@ from nccl_stream.stores.tensors import checksum_of
 from nccl_stream.testing.store_suite import make_sample
 from nccl_stream.transport.layout import SMALL_BYTES
 from nccl_stream.wire_header import check_header, make_header
+from tests.unit.helpers import make_ref
 from tests.unit.test_nccl_store import MIB, open_pair, target_store
 
 NAMED = {"gen": 1, "seq": 2, "serial": 3, "delivery": 0}
@@ -112,3 +115,50 @@ def test_donated_tensor_that_is_written_to_is_a_dead_letter_that_says_so(caplog)
 def test_ranks_must_agree_on_verification():
     assert config(verify_checksums=True).shared() != config().shared()
     assert nccl_store.OwnedBytes.__dataclass_fields__["checksum"].default is None
+
+
+class Port:
+    """What an intake asks for, all of it granted."""
+
+    def __init__(self):
+        self.told, self.yielded_orders = [], []
+
+    def tell(self, owner, message):
+        self.told.append(message)
+
+    def check(self, owner, ref):
+        return 256
+
+    def reserve(self, nbytes, label):
+        return object()
+
+    def receive(self, delivery):
+        pass
+
+    def yielded(self, delivery):
+        self.yielded_orders.append(delivery.order)
+
+    def free(self, delivery):
+        pass
+
+
+@pytest.mark.parametrize(("last", "yielded"), [(False, []), (True, [1])])
+def test_static_order_waits_for_a_corrupt_sample_only_if_it_comes_again(last, yielded):
+    port = Port()
+    intake = DraftIntake(port, rank=0, num_targets=1, num_drafts=1, static=True)
+    intake.owner_joined("t0", 0)
+    intake.link_opening("t0", 1)
+    intake.link_up("t0", 1)
+    for order in (0, 1):
+        ref = make_ref(f"s{order}", store_uri="nccl://run/t0", estimated_bytes=256)
+        intake.announced("t0", Announce(1, order, order, 0, order, 0, ref.to_wire()))
+    first, second = (intake._owners["t0"].transfers[1, order] for order in (0, 1))
+    intake.transfer_over(second, ok=True)
+    intake.transfer_over(first, ok=True, fault="it is bad", last=last)
+    assert port.yielded_orders == yielded
+    assert port.told[-1] == Settle([["s0", 0, "corrupt", 1, "it is bad"]])
+    if not last:
+        ref = make_ref("s0", store_uri="nccl://run/t0", estimated_bytes=256)
+        intake.announced("t0", Announce(1, 2, 0, 1, 0, 1, ref.to_wire()))
+        intake.transfer_over(intake._owners["t0"].transfers[1, 2], ok=True)
+        assert port.yielded_orders == [0, 1]
