@@ -4,9 +4,9 @@
 
 NB_MODULE(_native, module) {
     bind_host(module);
+    bind_cuda(module);
 #ifdef NCCL_STREAM_WITH_CUDA
     module.attr("cuda_compiled") = true;
-    bind_cuda(module);
 #else
     module.attr("cuda_compiled") = false;
 #endif
