@@ -18,9 +18,9 @@ from nccl_stream.errors import ClosedError, NcclStreamError
 from nccl_stream.stores.nccl import NcclFeatureStore
 from nccl_stream.stores.residency import Residency
 from nccl_stream.target_side import TargetSide
+from nccl_stream.testing.clock import FakeClock
 from nccl_stream.transport.arena import Arena
 from tests.property.simulation import Ends
-from tests.unit.helpers import FakeClock
 
 CPU = torch.device("cpu")
 CHUNK = 1024
