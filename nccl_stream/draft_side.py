@@ -32,8 +32,8 @@ from nccl_stream.coordination.rounds import EndDecision, Rounds, end_key, read_e
 from nccl_stream.draft_leases import DraftLeases
 from nccl_stream.errors import (
     CapacityError,
+    ChecksumError,
     ConfigError,
-    LinkError,
     NcclStreamError,
     PeerLostError,
     ProducerFailedError,
@@ -49,6 +49,7 @@ from nccl_stream.links import Links
 from nccl_stream.refs import SampleRef
 from nccl_stream.side import Side, take_due
 from nccl_stream.stores.nccl import NcclFeatureStore, Received
+from nccl_stream.stores.tensors import checksum_of
 from nccl_stream.transport.arena import Arena
 from nccl_stream.wire_header import check_header, make_header
 
@@ -205,17 +206,34 @@ class DraftSide(Side):
         expected = make_header(
             token.owner, token.sample_id, gen=token.gen, seq=token.seq, serial=token.serial, delivery=token.number
         )
+        verify, fault = self.config.verify_checksums, ""
         try:
             token.slot.record_ready(self.links.stream(token.owner, token.gen))
-            check_header(layout.read_header(token.slot.buffer), expected, f"sample {token.sample_id!r}")
-        except (LinkError, WireFormatError) as exc:
+            header = layout.read_header(token.slot.buffer)
+            checksum = check_header(header, expected, f"sample {token.sample_id!r}", checksummed=verify)
+            if checksum is not None:
+                self._check_bytes(token, checksum)
+        except ChecksumError as exc:
+            logger.error("%s: %s", self.node.inc, exc)
+            fault = f"ChecksumError: {exc}"
+        except (RuntimeError, WireFormatError) as exc:  # not only a LinkError: on a GPU the look may fail itself
             logger.error("%s: %s", self.node.inc, exc)
             self.links.break_link(token.owner, token.gen, str(exc))
             with self.cond:
                 self._transfer_over(token, ok=False)
             return
         with self.cond:
-            self._transfer_over(token, ok=True)
+            self._transfer_over(token, ok=True, fault=fault)
+
+    def _check_bytes(self, delivery: Delivery, expected: int) -> None:
+        views = self.store.layout_of(delivery.ref.feature_specs).views(delivery.slot.buffer)
+        found = checksum_of(views.values())
+        if found != expected:
+            raise ChecksumError(
+                f"sample {delivery.sample_id!r} of {delivery.owner}, delivery {delivery.number}: its owner computed "
+                f"CRC-32C {expected:08x}, what arrived has {found:08x}. Its bytes were changed in the owner's memory "
+                "(a donated tensor that was written to?) or on the way."
+            )
 
     def transfers_failed(self, inc: str, gen: int, tokens: list[object]) -> None:
         with self.cond:
@@ -224,9 +242,10 @@ class DraftSide(Side):
                 assert isinstance(token, Delivery)
                 self._transfer_over(token, ok=False)
 
-    def _transfer_over(self, delivery: Delivery, *, ok: bool) -> None:
+    def _transfer_over(self, delivery: Delivery, *, ok: bool, fault: str = "") -> None:
         delivery.slot.end_transfer()
-        self.intake.transfer_over(delivery, ok=ok)
+        last = delivery.failures >= self.config.max_failures
+        self.intake.transfer_over(delivery, ok=ok, fault=fault, last=last)
         self._changed()
 
     def link_given_up(self, member: Member, error: Exception) -> None:
@@ -324,6 +343,7 @@ class DraftSide(Side):
                 "handed": self.leases.handed,
                 "acked": self.leases.table.counts.acked,
                 "bytes": self.intake.statistics.bytes_received,
+                "checksum_failures": self.intake.statistics.faulty,
                 "waited_s": round(self.waited_s, 6),
                 "posthumous": self.estates.posthumous(),
             }

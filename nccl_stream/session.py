@@ -385,6 +385,7 @@ class Stream:
             soft_cap_samples=config.max_samples,
             starving=side.starving,
             check_finite=config.check_finite,
+            checksums=config.verify_checksums,
         )
 
     # -- joining -----------------------------------------------------------------------------------------------------

@@ -173,7 +173,13 @@ class TargetSide(Side):
     def transmit(self, draft: str, gen: int, seq: int, sample: OwnedSample) -> None:
         owned, _ = self._pinned[sample.sample_id]
         header = make_header(
-            self.node.inc, sample.sample_id, gen=gen, seq=seq, serial=sample.serial, delivery=sample.delivery
+            self.node.inc,
+            sample.sample_id,
+            gen=gen,
+            seq=seq,
+            serial=sample.serial,
+            delivery=sample.delivery,
+            checksum=owned.checksum,
         )
         owned.layout.write_header(owned.buffer, header)
         token = _Sending(draft, gen, seq, sample.sample_id, sample.nbytes)
