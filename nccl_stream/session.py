@@ -590,7 +590,7 @@ class Stream:
         """
         if not isinstance(self._side, DraftSide):
             raise MisuseError("on_lost() is for draft ranks")
-        self._side.on_lost = callback
+        self._side.estates.on_lost = callback
 
     def dead_letters(self) -> list[Any]:
         """Samples of this target whose retry budget is spent; empty on a draft."""
@@ -600,9 +600,7 @@ class Stream:
         """Stop all ranks at the next agreed round. Prefetched samples go back without counting. Does not wait."""
         with self._side.cond:
             self._side.stop(reason)
-        for member in self._node.members():
-            if member.gone is None and member.inc != self._node.inc:
-                self._node.send(member.inc, StopRequest(reason[:1000]))
+        self._side.tell_all(StopRequest(reason[:1000]))
         self._node.wake()
 
     def handle_signals(self, signals: Sequence[int] = (signal.SIGTERM,)) -> None:

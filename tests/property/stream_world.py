@@ -18,9 +18,9 @@ from nccl_stream.errors import ClosedError, NcclStreamError
 from nccl_stream.stores.nccl import NcclFeatureStore
 from nccl_stream.stores.residency import Residency
 from nccl_stream.target_side import TargetSide
+from nccl_stream.testing.clock import FakeClock
 from nccl_stream.transport.arena import Arena
 from tests.property.simulation import Ends
-from tests.unit.helpers import FakeClock
 
 CPU = torch.device("cpu")
 CHUNK = 1024
@@ -279,10 +279,11 @@ class DraftRank(Rank):
         with self.side.cond:
             ready = self.side.finished or self.side.needs_padding
             if self.side.rounds is None:
-                may_take = ready or self.side.table.pending_count
+                may_take = ready or self.side.leases.table.pending_count
             else:
                 may_take = ready or (
-                    self.side.table.pending_count and self.side.handed < self.side.rounds.samples_released()
+                    self.side.leases.table.pending_count
+                    and self.side.leases.handed < self.side.rounds.samples_released()
                 )
         if len(self.batch) == per_round or (self.batch and not self.handed % per_round):
             events.append((2, self.train))
@@ -487,7 +488,7 @@ class World:
         return Counter(key for rank in self.ranks.values() if rank.role == "draft" for key in rank.consumed)
 
     def failures_happened(self):
-        return any(rank.side.table.counts.failed for rank in self.survivors("draft"))
+        return any(rank.side.leases.table.counts.failed for rank in self.survivors("draft"))
 
     def check_books_of_the_dead(self, drafts):
         for rank in self.ranks.values():
