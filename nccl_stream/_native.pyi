@@ -33,12 +33,10 @@ class Stager:
         nbytes: int,
         after: int | None = None,
         before: int | None = None,
-        behind: StagedCopy | None = None,
+        behind: list[StagedCopy] = [],
     ) -> StagedCopy: ...
 
 def cuda_runtime() -> Runtime: ...
-def host_register(runtime: Runtime, memory: int, nbytes: int) -> None: ...
-def host_unregister(runtime: Runtime, memory: int) -> None: ...
 def device_move(
     runtime: Runtime,
     device: int,

@@ -75,13 +75,15 @@ class DeviceCopy:
         """
         return bool(_call(self._native.done))
 
-    def wait(self, timeout: float | None) -> bool:
-        """Block until it is over, at most ``timeout`` seconds (None: for ever); returns whether it is.
+    def wait(self, timeout: float | None = None) -> None:
+        """Block until it is over.
 
         Raises:
+            TimeoutError: it was not within ``timeout`` seconds.
             DeviceError: the device reports an error.
         """
-        return bool(_call(self._native.wait, -1.0 if timeout is None else max(0.0, timeout)))
+        if not _call(self._native.wait, -1.0 if timeout is None else max(0.0, timeout)):
+            raise TimeoutError(f"the copy was not over within {timeout:g} s")
 
 
 class DeviceStager:
@@ -126,7 +128,7 @@ class DeviceStager:
         *,
         after: Stream | None = None,
         before: Stream | None = None,
-        behind: DeviceCopy | None = None,
+        behind: Sequence[DeviceCopy] = (),
     ) -> DeviceCopy:
         """Queue a copy and return. What it is ordered by is the device's business, not the host's.
 
@@ -136,7 +138,7 @@ class DeviceStager:
             after: the copy starts behind the work that this stream has queued.
             before: work that is queued on this stream from now on starts behind the copy: with the stream that writes
                 the source, the source may be overwritten there at once.
-            behind: the copy starts behind this other one.
+            behind: the copy starts behind these others.
 
         Raises:
             MisuseError: tensors that are not like that; nothing was queued.
@@ -162,7 +164,7 @@ class DeviceStager:
                     source.numel(),
                     after=None if after is None else after.cuda_stream,
                     before=None if before is None else before.cuda_stream,
-                    behind=None if behind is None else behind._native,
+                    behind=[copy._native for copy in behind],
                 )
             )
             # Neither side may go to somebody else meanwhile, whatever the caller does with its references.
@@ -182,7 +184,9 @@ class DeviceStager:
             self._closed = True
         deadline = time.monotonic() + timeout
         while self._in_progress:
-            if not self._in_progress[0][0].wait(deadline - time.monotonic()):
+            try:
+                self._in_progress[0][0].wait(deadline - time.monotonic())
+            except TimeoutError:
                 return False
             self._in_progress.popleft()
         return True

@@ -107,25 +107,13 @@ void bind_cuda(nb::module_& module) {
         .def(
             "copy",
             [](Stager& self, Address destination, Address source, std::size_t nbytes, std::optional<Address> after,
-               std::optional<Address> before, StagedCopy* behind) {
+               std::optional<Address> before, const std::vector<StagedCopy*>& behind) {
                 return self.copy(pointer(destination), pointer(source), nbytes,
                                  {stream_of(after), stream_of(before), behind});
             },
             nb::arg("destination"), nb::arg("source"), nb::arg("nbytes"), nb::arg("after") = nb::none(),
-            nb::arg("before") = nb::none(), nb::arg("behind") = nb::none(), nb::keep_alive<0, 1>(), Released());
+            nb::arg("before") = nb::none(), nb::arg("behind") = std::vector<StagedCopy*>(), nb::keep_alive<0, 1>(), Released());
 
-    module.def(
-        "host_register",
-        [](Runtime& runtime, Address memory, std::size_t nbytes) {
-            check(runtime, runtime.host_register(pointer(memory), nbytes), "cudaHostRegister");
-        },
-        nb::arg("runtime"), nb::arg("memory"), nb::arg("nbytes"), Released());
-    module.def(
-        "host_unregister",
-        [](Runtime& runtime, Address memory) {
-            check(runtime, runtime.host_unregister(pointer(memory)), "cudaHostUnregister");
-        },
-        nb::arg("runtime"), nb::arg("memory"), Released());
     module.def("device_move", &move_tensors, nb::arg("runtime"), nb::arg("device"), nb::arg("tensors"),
                nb::arg("flats"), nb::arg("gather"), nb::arg("stream"), Released());
     module.def(

@@ -43,10 +43,6 @@ class CudaRuntime : public Runtime {
     int memcpy_async(void* destination, const void* source, std::size_t nbytes, StreamHandle stream) override {
         return taken(cudaMemcpyAsync(destination, source, nbytes, cudaMemcpyDefault, native(stream)));
     }
-    int host_register(void* memory, std::size_t nbytes) override {
-        return taken(cudaHostRegister(memory, nbytes, cudaHostRegisterPortable));
-    }
-    int host_unregister(void* memory) override { return taken(cudaHostUnregister(memory)); }
     int launch_strided(const StridedBatch& batch, bool gather, StreamHandle stream) override {
         return taken(run_strided(batch, gather, native(stream)));
     }

@@ -14,8 +14,6 @@ namespace {
 constexpr int kInvalidValue = 1;
 constexpr int kInvalidDevice = 101;
 constexpr int kInvalidHandle = 400;
-constexpr int kAlreadyRegistered = 712;
-constexpr int kNotRegistered = 713;
 constexpr int kStandstill = 999;
 
 using Lock = std::lock_guard<std::mutex>;
@@ -133,19 +131,6 @@ int FakeRuntime::memcpy_async(void* destination, const void* source, std::size_t
     return kSuccess;
 }
 
-int FakeRuntime::host_register(void* memory, std::size_t nbytes) {
-    Lock lock(mutex_);
-    if (const int code = begin("host_register")) return code;
-    if (memory == nullptr || nbytes == 0) return kInvalidValue;
-    return registered_.emplace(memory, nbytes).second ? kSuccess : kAlreadyRegistered;
-}
-
-int FakeRuntime::host_unregister(void* memory) {
-    Lock lock(mutex_);
-    if (const int code = begin("host_unregister")) return code;
-    return registered_.erase(memory) != 0 ? kSuccess : kNotRegistered;
-}
-
 int FakeRuntime::launch_strided(const StridedBatch& batch, bool gather, StreamHandle stream) {
     Lock lock(mutex_);
     if (const int code = begin("launch_strided")) return code;
@@ -220,7 +205,7 @@ int FakeRuntime::calls(const std::string& call) {
 
 std::size_t FakeRuntime::live() {
     Lock lock(mutex_);
-    return streams_.size() + events_.size() + registered_.size();
+    return streams_.size() + events_.size();
 }
 
 }  // namespace nccl_stream

@@ -32,8 +32,6 @@ class FakeRuntime : public Runtime {
     int event_record(EventHandle event, StreamHandle stream) override;
     int event_query(EventHandle event) override;
     int memcpy_async(void* destination, const void* source, std::size_t nbytes, StreamHandle stream) override;
-    int host_register(void* memory, std::size_t nbytes) override;
-    int host_unregister(void* memory) override;
     int launch_strided(const StridedBatch& batch, bool gather, StreamHandle stream) override;
     int launch_crc32c(const void* data, std::size_t nbytes, std::uint32_t* raw, StreamHandle stream) override;
     std::string describe(int code) const override;
@@ -48,7 +46,7 @@ class FakeRuntime : public Runtime {
     std::size_t pending();
     // How often a method was called.
     int calls(const std::string& call);
-    // Streams, events and registrations that exist.
+    // Streams and events that exist.
     std::size_t live();
 
   private:
@@ -78,7 +76,6 @@ class FakeRuntime : public Runtime {
     std::map<std::size_t, std::deque<Operation>> operations_;  // also of streams that were
     std::map<std::size_t, Event> events_;
     std::map<std::size_t, Event> dead_events_;  // destroyed, but streams may still wait for them
-    std::map<const void*, std::size_t> registered_;
     std::map<std::string, int> calls_;
     std::map<std::string, std::map<int, int>> failures_;
 };

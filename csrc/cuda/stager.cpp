@@ -148,8 +148,8 @@ std::unique_ptr<StagedCopy> Stager::copy(void* destination, const void* source, 
         check(runtime, runtime.event_record(begun.get(), *order.after), "cudaEventRecord");
         check(runtime, runtime.stream_wait_event(stream, begun.get()), "cudaStreamWaitEvent");
     }
-    if (order.behind != nullptr) {
-        check(runtime, runtime.stream_wait_event(stream, order.behind->event()), "cudaStreamWaitEvent");
+    for (const StagedCopy* other : order.behind) {
+        check(runtime, runtime.stream_wait_event(stream, other->event()), "cudaStreamWaitEvent");
     }
     try {
         auto* to = static_cast<char*>(destination);

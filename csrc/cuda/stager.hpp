@@ -42,7 +42,7 @@ class Stager {
     struct Order {
         std::optional<StreamHandle> after;   // starts behind the work that this stream has queued
         std::optional<StreamHandle> before;  // later work of this stream starts behind the copy
-        StagedCopy* behind = nullptr;        // starts behind this other copy
+        std::vector<StagedCopy*> behind;     // starts behind these other copies
     };
 
     // streams: how many copies may be in progress side by side. chunk_bytes: a large copy is cut into such pieces, so

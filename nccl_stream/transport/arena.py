@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from nccl_stream.errors import CapacityError, ClosedError, MisuseError
+from nccl_stream.staging import PinnedPool, PoolSlot
 from nccl_stream.transport.freelist import FreeList
 from nccl_stream.transport.layout import ALIGN_BYTES
 
@@ -37,6 +38,75 @@ class Event(Protocol):
     def record(self, stream: Any) -> None: ...
 
     def query(self) -> bool: ...
+
+
+class _Memory(Protocol):
+    """The bytes of an arena, and which of them are free. Not thread-safe by itself."""
+
+    def take(self, nbytes: int) -> tuple[int, torch.Tensor] | None:
+        """A range's start and buffer, or None when there is no room now."""
+        ...
+
+    def give(self, start: int, nbytes: int) -> None: ...
+
+    @property
+    def free_bytes(self) -> int: ...
+
+    @property
+    def largest_free_bytes(self) -> int: ...
+
+
+class _OneTensor:
+    """Memory of a device: one tensor, with the books kept here."""
+
+    def __init__(self, capacity: int, device: torch.device) -> None:
+        raw = torch.empty(capacity + ALIGN_BYTES, dtype=torch.uint8, device=device)
+        skip = -raw.data_ptr() % ALIGN_BYTES
+        self._tensor = raw[skip : skip + capacity]
+        self._free = FreeList(capacity)
+
+    def take(self, nbytes: int) -> tuple[int, torch.Tensor] | None:
+        start = self._free.take(nbytes)
+        return None if start is None else (start, self._tensor[start : start + nbytes])
+
+    def give(self, start: int, nbytes: int) -> None:
+        self._free.give(start, nbytes)
+
+    @property
+    def free_bytes(self) -> int:
+        return self._free.free_bytes
+
+    @property
+    def largest_free_bytes(self) -> int:
+        return self._free.largest_free_bytes
+
+
+class _PoolMemory:
+    """Memory of the host: a pool, whose slots are the ranges."""
+
+    def __init__(self, capacity: int) -> None:
+        self._pool = PinnedPool(capacity, alignment=ALIGN_BYTES)
+        self._slots: dict[int, PoolSlot] = {}
+
+    def take(self, nbytes: int) -> tuple[int, torch.Tensor] | None:
+        try:
+            slot = self._pool.reserve(nbytes)
+        except CapacityError:
+            return None
+        self._slots[slot.offset] = slot
+        return slot.offset, slot.buffer
+
+    def give(self, start: int, nbytes: int) -> None:
+        self._slots.pop(start).free()
+
+    @property
+    def free_bytes(self) -> int:
+        now = self._pool.statistics()
+        return now.capacity - now.used
+
+    @property
+    def largest_free_bytes(self) -> int:
+        return self._pool.statistics().largest_free
 
 
 class _HostExport(np.ndarray):
@@ -216,6 +286,9 @@ class Slot:
 class Arena:
     """One ``uint8`` allocation handed out in slots. Thread-safe; no method blocks for memory.
 
+    On the CPU the memory is a :class:`PinnedPool`: its pages are in place from the start, and page-locked where there is
+    a GPU.
+
     Args:
         capacity_bytes: size, rounded down to ``ALIGN_BYTES``. Nothing more is ever allocated.
         device: where the memory lies.
@@ -226,6 +299,7 @@ class Arena:
 
     Raises:
         MisuseError: the capacity is below one slot.
+        CapacityError: the host does not have that much memory.
     """
 
     def __init__(
@@ -241,15 +315,10 @@ class Arena:
             raise MisuseError(f"an arena needs at least {ALIGN_BYTES} bytes, got {capacity_bytes}")
         self.device = torch.device(device)
         self.capacity_bytes = capacity
-        raw = torch.empty(capacity + ALIGN_BYTES, dtype=torch.uint8, device=self.device)
-        skip = -raw.data_ptr() % ALIGN_BYTES
-        self._memory = raw[skip : skip + capacity]
-        if self.device.type == "cpu":
-            self._memory.zero_()  # touches every page now, so that no receive pays for it
+        self._memory: _Memory = _PoolMemory(capacity) if self.device.type == "cpu" else _OneTensor(capacity, self.device)
         self._poison = poison
         self._on_free = on_free
         self._lock = threading.Lock()
-        self._free = FreeList(capacity)
         self._live: dict[int, Slot] = {}
         self._dead_views: deque[Slot] = deque()
         self._pending: list[tuple[int, int, Event]] = []
@@ -275,11 +344,11 @@ class Arena:
                     f"configure an arena of at least {size} bytes",
                     can_wait=False,
                 )
-            start = self._free.take(size)
-            if start is None:
+            taken = self._memory.take(size)
+            if taken is None:
                 return None
-            pending = self._claim_events(start, size)
-            slot = Slot(self, start, self._memory[start : start + size], label, pending)
+            start, buffer = taken
+            slot = Slot(self, start, buffer, label, self._claim_events(start, size))
             self._live[start] = slot
             return slot
 
@@ -287,13 +356,13 @@ class Arena:
     def free_bytes(self) -> int:
         """Bytes in no slot."""
         with self._locked():
-            return self._free.free_bytes
+            return self._memory.free_bytes
 
     @property
     def largest_free_bytes(self) -> int:
         """The largest slot that could be reserved now."""
         with self._locked():
-            return self._free.largest_free_bytes
+            return self._memory.largest_free_bytes
 
     def holders(self) -> list[tuple[str, int, str]]:
         """``(label, nbytes, why)`` of every slot that is out, by address; ``why`` names what keeps it."""
@@ -344,7 +413,7 @@ class Arena:
                 self._pending.append((slot._start, slot._start + slot.nbytes, event))
         if self._poison:
             self._overwrite(slot)
-        self._free.give(slot._start, slot.nbytes)
+        self._memory.give(slot._start, slot.nbytes)
         return True
 
     def _overwrite(self, slot: Slot) -> None:
