@@ -6,7 +6,6 @@ one, ``FakeRuntime``, with the order of streams and events and with errors on de
 
 from __future__ import annotations
 
-import importlib
 import threading
 import time
 import weakref
@@ -17,21 +16,18 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from nccl_stream import _core
 from nccl_stream.errors import ClosedError, DeviceError, MisuseError
-
-_native: Any = None
-try:
-    _native = importlib.import_module("nccl_stream._native")
-except ImportError:  # installed without a compiler
-    pass
 
 __all__ = ["DeviceCopy", "DeviceStager", "Stream", "device_crc32c", "device_pack", "device_unpack", "is_available"]
 
 CHUNK_BYTES = 4 << 20  # 0.1 ms on PCIe 4: what a copy may have to wait for another one's
 STREAMS = 4
 CLOSE_S = 10.0
+MAX_DIMS = 8  # of a tensor that the packing kernel takes, after merging what is contiguous; csrc/cuda/strided.hpp
 
 T = TypeVar("T")
+_native: Any = _core.native
 
 # Copies of stagers that were dropped without close(): the device does not stop for that, so their memory must stay.
 _orphans: deque[tuple[DeviceCopy, torch.Tensor, torch.Tensor]] = deque()
@@ -47,7 +43,7 @@ class Stream(Protocol):
 @lru_cache(maxsize=1)
 def is_available() -> bool:
     """Whether the compiled core has its CUDA part and this process sees a GPU."""
-    return _native is not None and _native.cuda_compiled and _native.device_count() > 0
+    return _core.cuda_compiled() and _native.device_count() > 0
 
 
 def _call(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
@@ -146,8 +142,10 @@ class DeviceStager:
             DeviceError: a CUDA call failed; the message names it, and nothing of the copy is in progress.
         """
         for tensor in (destination, source):
-            if tensor.dtype != torch.uint8 or tensor.dim() != 1 or not tensor.is_contiguous():
-                raise MisuseError(f"a stager copies flat uint8 tensors, got {tensor.dtype} {tuple(tensor.shape)}")
+            if tensor.dtype != torch.uint8 or tensor.dim() != 1 or not tensor.is_contiguous() or tensor.is_meta:
+                raise MisuseError(
+                    f"a stager copies flat uint8 tensors, got {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
+                )
         if destination.numel() != source.numel():
             raise MisuseError(f"a copy of {source.numel()} bytes does not fit {destination.numel()} bytes")
         with self._lock:
@@ -278,4 +276,4 @@ def device_crc32c(data: torch.Tensor, value: int = 0, *, stream: Stream | None =
     _call(_native.device_crc32c, used, data.device.index or 0, *address, stream.cuda_stream)
     while runtime is not None and runtime.step():
         pass
-    return _native.crc32c_finish(int(raw.item()) & 0xFFFFFFFF, data.numel(), value)
+    return int(_native.crc32c_finish(int(raw.item()) & 0xFFFFFFFF, data.numel(), value))

@@ -20,6 +20,7 @@ from nccl_stream.errors import CapacityError, ClosedError, MisuseError, SampleNo
 from nccl_stream.refs import FeatureAlgorithm, FeatureSpec, SampleRef
 from nccl_stream.store import FeatureStore, StoreHandle, StoreHealth
 from nccl_stream.stores.residency import Residency
+from nccl_stream.stores.staged import OwnedBytes, SampleMemory
 from nccl_stream.stores.tensors import check_tensors, checksum_of, copy_tensor
 from nccl_stream.transport.arena import Arena, Slot
 from nccl_stream.transport.layout import SlotLayout
@@ -27,37 +28,7 @@ from nccl_stream.transport.layout import SlotLayout
 ROOM_POLL_S = 0.005
 MAX_ID_CHARS = 512  # an id travels in every message about its sample
 
-__all__ = ["Inbound", "NcclFeatureStore", "OwnedBytes", "Received"]
-
-
-@dataclass
-class OwnedBytes:
-    """A sample's memory on its owner: one slot in wire layout, and the features that were donated instead of copied.
-
-    ``checksum`` is the CRC-32C of the features as they were put; None where nobody verifies it.
-    """
-
-    layout: SlotLayout
-    buffer: torch.Tensor
-    donated: Mapping[str, torch.Tensor]
-    slot: Slot | None
-    checksum: int | None = None
-
-    def features(self) -> dict[str, torch.Tensor]:
-        """The features, as views of this memory, in feature order."""
-        features = {}
-        for name, spec in self.layout.specs.items():
-            offset = self.layout.offsets[name]
-            features[name] = (
-                self.donated[name]
-                if name in self.donated
-                else self.buffer[offset : offset + spec.nbytes].view(spec.dtype).view(spec.shape)
-            )
-        return features
-
-    def wire_buffers(self) -> list[torch.Tensor]:
-        """The messages of the sample, flat bytes in wire order."""
-        return self.layout.wire_buffers(self.buffer, self.donated or None)
+__all__ = ["Inbound", "NcclFeatureStore", "Received"]
 
 
 @dataclass
@@ -88,7 +59,8 @@ class NcclFeatureStore(FeatureStore):
         uri: identity of the owner whose samples this store holds (target) or of this rank (draft).
         device: where samples lie.
         residency: accounting of a target rank's samples; None on a draft.
-        arena: preallocated memory for a target rank's samples.
+        memory: where a target rank's samples wait; None on a draft.
+        arena: a draft rank's receive memory.
         inbound: where a draft rank's deliveries are; None on a target.
         max_sample_bytes: largest sample a put may bring.
         chunk_bytes: largest transfer operation; part of the layout.
@@ -109,6 +81,7 @@ class NcclFeatureStore(FeatureStore):
         max_sample_bytes: int,
         chunk_bytes: int,
         residency: Residency[OwnedBytes] | None = None,
+        memory: SampleMemory | None = None,
         arena: Arena | None = None,
         inbound: Inbound | None = None,
         soft_cap_bytes: int = 0,
@@ -123,6 +96,7 @@ class NcclFeatureStore(FeatureStore):
         self._max_sample_bytes = max_sample_bytes
         self._chunk_bytes = chunk_bytes
         self._residency = residency
+        self._memory = memory
         self._arena = arena
         self._inbound = inbound
         self._soft_cap = soft_cap_bytes
@@ -148,8 +122,19 @@ class NcclFeatureStore(FeatureStore):
 
     @property
     def device(self) -> torch.device:
-        """Where samples lie."""
+        """Where samples are made or received."""
         return self._device
+
+    @property
+    def memory(self) -> SampleMemory:
+        """Where this target rank's samples wait.
+
+        Raises:
+            MisuseError: this is a draft rank.
+        """
+        if self._memory is None:
+            raise MisuseError("a draft rank has no memory for samples of its own")
+        return self._memory
 
     def layout_of(self, specs: Mapping[str, FeatureSpec]) -> SlotLayout:
         """The slot layout both ends derive from a sample's specs."""
@@ -173,16 +158,18 @@ class NcclFeatureStore(FeatureStore):
     ) -> SampleRef:
         """Store a sample on this target rank; see :meth:`FeatureStore.put`.
 
-        Does not wait for room. On a GPU it returns once the copies are in place.
+        Does not wait for room. Afterwards the caller may overwrite the tensors: on a GPU, by work that it queues on the
+        stream that is current now, or that waits for it.
 
         Args:
-            donate: large contiguous features already on :attr:`device` are not copied; the caller must not write into
-                them again.
+            donate: large contiguous features already on :attr:`device` are not copied there; the caller must not write
+                into them again.
 
         Raises:
             MisuseError: (``ValueError``) bad id or tensors, or this is a draft rank.
             CapacityError: (``MemoryError``) a cap would be exceeded; ``can_wait`` tells whether waiting helps.
             ClosedError: (``RuntimeError``) the stream is closed.
+            DeviceError: (``RuntimeError``) a CUDA call failed.
         """
         residency = self._require_target("put")
         _check_id(sample_id)
@@ -209,7 +196,12 @@ class NcclFeatureStore(FeatureStore):
         layout = self.layout_of(specs)
         self._check_size(sample_id, nbytes)
         with residency.reserve(sample_id, nbytes) as reservation:
-            reservation.commit(self._store(sample_id, layout, tensors, donate=donate))
+            owned = self._store(sample_id, layout, tensors, donate=donate)
+            try:
+                reservation.commit(owned)
+            except BaseException:
+                self.memory.free(owned)
+                raise
         return ref
 
     def _check_size(self, sample_id: str, nbytes: int) -> None:
@@ -233,33 +225,12 @@ class NcclFeatureStore(FeatureStore):
     def _store(
         self, sample_id: str, layout: SlotLayout, tensors: Mapping[str, torch.Tensor], *, donate: bool
     ) -> OwnedBytes:
-        donated = {}
-        if donate:
-            donated = {
-                name: tensors[name].detach()
-                for name in layout.large
-                if layout.donatable(tensors[name]) and tensors[name].device == self._device
-            }
-        nbytes = layout.packed_bytes if donated and len(donated) == len(layout.large) else layout.total_bytes
-        slot = None if self._arena is None else self._arena.reserve(nbytes, f"sample {sample_id}")
-        # Room by count of bytes, but not in one piece: a buffer of its own rather than a producer that gets stuck.
-        buffer = torch.empty(nbytes, dtype=torch.uint8, device=self._device) if slot is None else slot.buffer
+        owned = self.memory.store(sample_id, layout, tensors, donate=donate)
         try:
-            copied = {name: tensor for name, tensor in tensors.items() if name not in donated}
-            if self._device.type == "cuda":
-                stream = torch.cuda.current_stream(self._device)
-                if slot is not None:
-                    slot.wait_release(stream)
-                layout.pack(copied, buffer)
-                stream.synchronize()
-            else:
-                layout.pack(copied, buffer)
-            owned = OwnedBytes(layout, buffer, donated, slot)
             if self._checksums:
                 owned.checksum = checksum_of(owned.features().values())
         except BaseException:
-            if slot is not None:
-                slot.settle()
+            self.memory.free(owned)
             raise
         return owned
 
@@ -349,7 +320,7 @@ class NcclFeatureStore(FeatureStore):
         owned = self._residency.attach(handle)
         try:
             _check_specs(ref, owned.layout.specs)
-            features = owned.features()
+            features, device = owned.features(), self._device if device is None else device
             return {name: copy_tensor(features[name], device) for name in ref.feature_names()}, handle
         except BaseException:
             self._residency.detach(handle)

@@ -6,42 +6,31 @@ they are ordered on the device, before the kernels that overwrite the source and
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 
-from nccl_stream.device_staging import DeviceCopy, Stream
-from nccl_stream.errors import DeviceError, MisuseError
+from nccl_stream.config import Staging, StreamConfig
+from nccl_stream.device_staging import DeviceCopy, DeviceStager, Stream, is_available
+from nccl_stream.errors import ConfigError, DeviceError, MisuseError
 from nccl_stream.stores.tensors import copy_tensor
 from nccl_stream.transport.arena import Arena, Slot
+from nccl_stream.transport.bounce import BounceLink
 from nccl_stream.transport.layout import HEADER_BYTES, SlotLayout
-from nccl_stream.transport.link import HostBytes
+from nccl_stream.transport.link import HostBytes, Link
 
-__all__ = ["OwnedBytes", "Place", "Placement", "SampleMemory", "Staging"]
+__all__ = ["OwnedBytes", "Place", "Placement", "SampleMemory", "make_sample_memory"]
 
 logger = logging.getLogger(__name__)
 
-Staging = Literal["device", "pinned", "auto"]
 Place = Literal["device", "host"]
 
 COPY_TIMEOUT_S = 60.0  # a copy of a sample takes milliseconds; this long means that the device hangs
-
-
-class Copier(Protocol):
-    """What is needed of a ``DeviceStager``."""
-
-    def copy(
-        self,
-        destination: torch.Tensor,
-        source: torch.Tensor,
-        *,
-        after: Stream | None = None,
-        before: Stream | None = None,
-    ) -> DeviceCopy: ...
 
 
 @dataclass(eq=False)
@@ -92,7 +81,7 @@ class OwnedBytes:
         return features
 
     def wire_buffers(self) -> list[torch.Tensor | HostBytes]:
-        """The messages of the sample, flat bytes in wire order; ``HostBytes`` where a link on a device must fetch them."""
+        """The messages of the sample, flat bytes in wire order; ``HostBytes`` if a link fetches them from the host."""
         buffers = self.layout.wire_buffers(self.buffer, self.donated or None)
         return [HostBytes(buffer, self.copies) for buffer in buffers] if self.climbs else list(buffers)
 
@@ -141,7 +130,8 @@ class SampleMemory:
         device_arena: preallocated memory there; None: each sample gets memory of its own.
         host_arena: preallocated memory of the host; for ``"pinned"`` and ``"auto"``.
         device_bytes: cap of ``"auto"``.
-        stager: copies from the device to the host; None where the device is the CPU.
+        down, up: copies from the device to the host and back; None where the device is the CPU.
+        chunk_bytes: the longest message of a link.
         current_stream: the stream of the calling thread that makes and overwrites sources; for tests.
     """
 
@@ -153,16 +143,19 @@ class SampleMemory:
         device_arena: Arena | None = None,
         host_arena: Arena | None = None,
         device_bytes: int = 0,
-        stager: Copier | None = None,
+        down: DeviceStager | None = None,
+        up: DeviceStager | None = None,
+        chunk_bytes: int = 0,
         current_stream: Callable[[], Stream] | None = None,
     ) -> None:
         if staging != "device" and host_arena is None:
             raise MisuseError(f"staging={staging!r} needs memory of the host")
-        if staging != "device" and device.type != "cpu" and stager is None:
-            raise MisuseError(f"staging={staging!r} on {device} needs a stager")
+        if staging != "device" and device.type != "cpu" and (down is None or up is None):
+            raise MisuseError(f"staging={staging!r} on {device} needs stagers")
         self._device = device
         self._arenas: dict[Place, Arena | None] = {"device": device_arena, "host": host_arena}
-        self._stager = stager
+        self._down, self._up = down, up
+        self._chunk_bytes = chunk_bytes
         self._current_stream = current_stream or (lambda: torch.cuda.current_stream(device))
         self._lock = threading.Lock()
         self._placement = Placement(staging, device_bytes)
@@ -197,8 +190,8 @@ class SampleMemory:
         with self._lock:
             place = self._placement.take(nbytes)
         try:
-            if place == "host" and self._stager is not None:
-                owned = self._bring_to_host(self._stager, sample_id, layout, tensors, donate=donate)
+            if place == "host" and self._down is not None:
+                owned = self._bring_to_host(self._down, sample_id, layout, tensors, donate=donate)
             else:
                 owned = self._keep(place, sample_id, layout, tensors, donate=donate)
         except BaseException:
@@ -221,11 +214,28 @@ class SampleMemory:
         for owned in waiting:
             self._let_go(owned)
 
-    def close(self) -> None:
-        """Give out no more memory. Idempotent."""
+    def reachable_by(self, link: Link) -> Link:
+        """The link that sends from wherever samples wait."""
+        return link if self._up is None else BounceLink(link, self._up, chunk_bytes=self._chunk_bytes)
+
+    def close(self, timeout: float) -> bool:
+        """Give out no more memory, and let copies end. Idempotent.
+
+        Args:
+            timeout: seconds.
+
+        Returns:
+            Whether the copies have ended.
+        """
         for arena in self._arenas.values():
             if arena is not None:
                 arena.close()
+        try:
+            closed = [stager.close(timeout / 2) for stager in (self._down, self._up) if stager is not None]
+            return all(closed)
+        except DeviceError as error:
+            logger.error("closing the copies of samples: %s", error)
+            return False
 
     # -- the two ways ------------------------------------------------------------------------------------------------
 
@@ -263,7 +273,7 @@ class SampleMemory:
 
     def _bring_to_host(
         self,
-        stager: Copier,
+        stager: DeviceStager,
         sample_id: str,
         layout: SlotLayout,
         tensors: Mapping[str, torch.Tensor],
@@ -281,7 +291,7 @@ class SampleMemory:
         return owned
 
     def _copy_down(
-        self, stager: Copier, owned: OwnedBytes, tensors: Mapping[str, torch.Tensor], *, donate: bool
+        self, stager: DeviceStager, owned: OwnedBytes, tensors: Mapping[str, torch.Tensor], *, donate: bool
     ) -> None:
         """Queue the copies of a sample, and note each in ``owned`` as soon as it is under way."""
         layout, stream = owned.layout, self._current_stream()
@@ -325,3 +335,43 @@ class SampleMemory:
 def _settle(owned: OwnedBytes) -> None:
     if owned.slot is not None:
         owned.slot.settle()
+
+
+def make_sample_memory(config: StreamConfig, device: torch.device) -> SampleMemory:
+    """The memory of a target rank, as it is configured.
+
+    Raises:
+        ConfigError: ``staging="pinned"`` on a GPU where the compiled core has no CUDA part.
+        CapacityError: the host does not have that much memory.
+        DeviceError: a CUDA call failed.
+    """
+    staging, needed = config.staging, config.max_bytes + config.slot_bytes()
+    if device.type == "cpu":
+        # One memory, whatever it is called; only a cap that was asked for divides it.
+        cap = 0 if config.device_bytes is None else config.device_cap
+    else:
+        cap = config.device_cap
+        if staging == "pinned" and not is_available():
+            raise ConfigError(
+                'staging="pinned" on a GPU needs the CUDA part of the compiled core: reinstall nccl-stream where nvcc '
+                'is on the PATH, or set staging="device"'
+            )
+        if staging == "auto" and not is_available():
+            logger.info("samples wait on %s alone: the compiled core has no CUDA part here", device)
+            staging = "device"
+    on_device = {"device": needed, "pinned": 0, "auto": cap + config.slot_bytes() if cap else 0}[staging]
+    on_host = {"device": 0, "pinned": needed, "auto": needed - cap}[staging]
+    on_gpu = device.type == "cuda"
+    with torch.cuda.device(device) if on_gpu else contextlib.nullcontext():  # whose context locks the pages
+        host_arena = Arena(on_host, pin=on_gpu) if on_host else None
+    climbs = on_gpu and host_arena is not None
+    return SampleMemory(
+        device,
+        staging=staging,
+        device_arena=Arena(on_device, device) if on_device else None,
+        host_arena=host_arena,
+        device_bytes=cap,
+        down=DeviceStager(device, streams=2) if climbs else None,
+        up=DeviceStager(device, streams=2) if climbs else None,
+        chunk_bytes=config.chunk_bytes,
+    )

@@ -84,8 +84,8 @@ class _OneTensor:
 class _PoolMemory:
     """Memory of the host: a pool, whose slots are the ranges."""
 
-    def __init__(self, capacity: int) -> None:
-        self._pool = PinnedPool(capacity, alignment=ALIGN_BYTES)
+    def __init__(self, capacity: int, pin: bool) -> None:
+        self._pool = PinnedPool(capacity, alignment=ALIGN_BYTES, pin="auto" if pin else False)
         self._slots: dict[int, PoolSlot] = {}
 
     def take(self, nbytes: int) -> tuple[int, torch.Tensor] | None:
@@ -286,12 +286,12 @@ class Slot:
 class Arena:
     """One ``uint8`` allocation handed out in slots. Thread-safe; no method blocks for memory.
 
-    On the CPU the memory is a :class:`PinnedPool`: its pages are in place from the start, and page-locked where there is
-    a GPU.
+    On the CPU the memory is a :class:`PinnedPool`, whose pages are in place from the start.
 
     Args:
         capacity_bytes: size, rounded down to ``ALIGN_BYTES``. Nothing more is ever allocated.
         device: where the memory lies.
+        pin: on the CPU: page-lock the memory if there is a GPU, for the current one's copies.
         poison: overwrite a slot with ``POISON_BYTE`` when it returns, so that a use after free is seen. For debugging.
         on_free: called whenever memory may have become free. It can be called from a finalizer, on any thread and in
             the middle of any code of that thread, even code that holds a lock: it must not take locks nor block.
@@ -308,6 +308,7 @@ class Arena:
         device: torch.device | str = "cpu",
         *,
         poison: bool = False,
+        pin: bool = False,
         on_free: Callable[[], None] | None = None,
     ) -> None:
         capacity = capacity_bytes // ALIGN_BYTES * ALIGN_BYTES
@@ -315,7 +316,8 @@ class Arena:
             raise MisuseError(f"an arena needs at least {ALIGN_BYTES} bytes, got {capacity_bytes}")
         self.device = torch.device(device)
         self.capacity_bytes = capacity
-        self._memory: _Memory = _PoolMemory(capacity) if self.device.type == "cpu" else _OneTensor(capacity, self.device)
+        on_host = self.device.type == "cpu"
+        self._memory: _Memory = _PoolMemory(capacity, pin) if on_host else _OneTensor(capacity, self.device)
         self._poison = poison
         self._on_free = on_free
         self._lock = threading.Lock()

@@ -17,6 +17,7 @@ from nccl_stream.draft_side import DraftSide
 from nccl_stream.errors import ClosedError, NcclStreamError
 from nccl_stream.stores.nccl import NcclFeatureStore
 from nccl_stream.stores.residency import Residency
+from nccl_stream.stores.staged import make_sample_memory
 from nccl_stream.target_side import TargetSide
 from nccl_stream.testing.clock import FakeClock
 from nccl_stream.transport.arena import Arena
@@ -144,16 +145,16 @@ class TargetRank(Rank):
             max_bytes=2 * config.max_bytes,
             high_watermark_bytes=config.high_watermark,
             low_watermark_bytes=config.low_watermark,
-            on_free=lambda owned: owned.slot.settle() if owned.slot is not None else None,
+            on_free=lambda owned: memory.free(owned),
         )
-        self.arena = Arena(config.max_bytes)
+        memory = make_sample_memory(config, CPU)
         self.store = NcclFeatureStore(
             f"nccl://run/{self.inc}",
             CPU,
             max_sample_bytes=config.max_sample_bytes,
             chunk_bytes=CHUNK,
             residency=residency,
-            arena=self.arena,
+            memory=memory,
             soft_cap_bytes=config.max_bytes,
             starving=self.side.starving,
             checksums=config.verify_checksums,
