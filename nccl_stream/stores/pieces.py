@@ -13,7 +13,7 @@ import torch
 from nccl_stream.errors import ClosedError, MisuseError, StreamBrokenError
 from nccl_stream.refs import FeatureAlgorithm, FeatureSpec, SampleRef, StreamSpec
 from nccl_stream.sample_stream import OpenFeatureSpec, PieceReader
-from nccl_stream.stores.tensors import check_tensors, copy_tensor
+from nccl_stream.stores.tensors import check_tensors, copy_tensor, join_tensors
 
 __all__ = ["PieceCount", "piece_specs", "read_joined", "require_stream", "stream_ref", "window_bytes"]
 
@@ -191,14 +191,15 @@ def read_joined(
         piece = reader.next(None if deadline is None else max(0.0, deadline - time.monotonic()))
         if piece is None:
             break
-        for name, tensor in piece.tensors.items():
-            parts[name].append(copy_tensor(tensor, device))
-        del tensor
+        for name in piece.tensors:
+            parts[name].append(copy_tensor(piece.tensors[name], device))
         piece.release()
+        # A view that is still alive would keep its memory, and with a window of one piece the next would never come.
+        del piece
     joined = {}
     for name, copies in parts.items():
         if not copies:
             raise ClosedError(f"streamed sample {reader.ref.sample_id!r}: the reader was not at its beginning")
-        joined[name] = copies[0] if len(copies) == 1 else torch.cat(copies, dim=stream.dims[name])
+        joined[name] = copies[0] if len(copies) == 1 else join_tensors(copies, stream.dims[name])
         copies.clear()
     return joined
