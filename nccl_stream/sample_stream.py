@@ -198,12 +198,17 @@ class PieceReader(ABC):
         """
 
     @abstractmethod
-    def close(self) -> None:
+    def close(self) -> bool:
         """Stop reading and give back what was not released. Idempotent; never blocks.
+
+        May be called from any thread; a :meth:`next` that waits raises :class:`ClosedError`.
 
         Unless the sample was released before, it counts as not consumed. It can then be read again from its beginning
         if it is retained or none of its pieces has been released; otherwise it is lost: its producer's next append
         raises :class:`StreamLostError`, and so does whoever opens it again.
+
+        Returns:
+            Whether the sample can be read again. If not, its lease has no future: fail it for good.
         """
 
     @abstractmethod

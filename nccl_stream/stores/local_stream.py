@@ -27,7 +27,7 @@ class LocalStream:
         ref: the sample's ref.
         take_room: called with the bytes of each piece by which a retained sample outgrows its window; raises
             ``CapacityError`` where there is no room.
-        on_lost: called once with the reason when nobody can read the sample any more. Not under the lock.
+        on_lost: called once, with this and the reason, when nobody can read the sample any more. Not under the lock.
     """
 
     def __init__(
@@ -132,6 +132,8 @@ class LocalStream:
         with self._changed:
             while True:
                 self._note_dropped_readers()
+                if reader == self._reader and not self._has_reader:
+                    raise ClosedError(f"the reader of streamed sample {self.ref.sample_id!r} is closed")
                 if self._over is not None:
                     raise self._over()
                 if reader != self._reader or self._lost is not None:
@@ -153,12 +155,21 @@ class LocalStream:
                     )
                 self._changed.wait(min(remaining, threading.TIMEOUT_MAX))
 
-    def leave(self, reader: int, reason: str) -> None:
-        """This reader stops."""
+    def leave(self, reader: int, reason: str) -> bool:
+        """This reader stops; returns whether there may be another one."""
         with self._changed:
             if reader == self._reader and self._has_reader:
                 self._leave(reason)
+            can_be_read = self._lost is None and self._over is None
         self.tell_if_lost()
+        return can_be_read
+
+    def finish(self, reader: int) -> None:
+        """This reader has consumed the sample."""
+        with self._changed:
+            if reader == self._reader:
+                self._has_reader = False
+                self._changed.notify_all()
 
     def drop_reader(self, reader: int) -> None:
         """This reader was garbage-collected. Safe in a finalizer."""
@@ -267,7 +278,7 @@ class LocalPieceReader(PieceReader):
         self._number = stream.enter()
         self._count = PieceCount(stream.ref)
         self._at_end = False
-        self._closed = False
+        self._can_be_read = False
         self._finalizer = weakref.finalize(self, stream.drop_reader, self._number)
         self._finalizer.atexit = False
 
@@ -280,23 +291,18 @@ class LocalPieceReader(PieceReader):
         return self._at_end
 
     def next(self, timeout: float | None = None) -> Piece | None:
-        if self._closed:
-            raise ClosedError(f"the reader of streamed sample {self.ref.sample_id!r} is closed")
         piece = self._stream.next_piece(self._number, self._count, timeout)
         self._at_end = piece is None
         return piece
 
-    def close(self, reason: str = "its reader stopped") -> None:
-        if self._closed:
-            return
-        self._closed = True
-        self._finalizer.detach()
-        self._stream.leave(self._number, reason)
-        self._on_close()
+    def close(self, reason: str = "its reader stopped") -> bool:
+        # The finalizer tells who is first, if two threads close or release at once.
+        if self._finalizer.detach() is not None:
+            self._can_be_read = self._stream.leave(self._number, reason)
+            self._on_close()
+        return self._can_be_read
 
     def release(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        self._finalizer.detach()
-        self._on_release()
+        if self._finalizer.detach() is not None:
+            self._stream.finish(self._number)
+            self._on_release()

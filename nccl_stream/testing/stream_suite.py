@@ -520,8 +520,10 @@ class SampleStreamConformance:
         thread = threading.Thread(target=keep_on)
         thread.start()
         if how == "close":
-            reader.close()
-            reader.close()
+            assert reader.close() is False
+            assert reader.close() is False
+            with pytest.raises(ClosedError):
+                reader.next()
         del reader
         gc.collect()
         harness.give_back(ref)
@@ -537,13 +539,25 @@ class SampleStreamConformance:
         with pytest.raises((StreamLostError, SampleNotFoundError)):
             harness.consumer.open_reader(ref)
 
+    def test_closing_a_reader_wakes_it(self, harness: StreamHarness) -> None:
+        writer, reader = harness.begin("s")
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(reader.next)
+            time.sleep(SHORT_S)
+            assert not waiting.done()
+            reader.close()
+            with pytest.raises(ClosedError):
+                waiting.result(60)
+        writer.fail("not needed")
+
     def test_reader_that_released_nothing_can_be_followed_by_another(self, harness: StreamHarness) -> None:
         whole = make_whole(3 * PIECE)
         writer, reader = harness.begin("s", window=2)
         write(writer, whole, 2 * PIECE, close=False)
         check_piece(next_piece(reader), whole)
         ref = reader.ref
-        reader.close()
+        assert reader.close() is True
+        assert reader.close() is True
         del reader
         again = harness.consumer.open_reader(harness.give_back(ref))
         with ThreadPoolExecutor(1) as pool:
@@ -561,7 +575,7 @@ class SampleStreamConformance:
             for _ in range(3):
                 next_piece(reader).release()
             ref = reader.ref
-            reader.close()
+            assert reader.close() is True
             ref = harness.give_back(ref)
             reader = harness.consumer.open_reader(ref)
             check_rest(reader, whole, 5 * PIECE + 1)
