@@ -9,7 +9,7 @@ source launch/_venv.sh
 # A package path or options from outside would test something else than this checkout.
 unset PYTHONPATH PYTEST_ADDOPTS
 venv="${VENV:-.venv-test}"
-ensure_venv "$venv" test,lint,trainers
+ensure_venv "$venv" test,lint,trainers,demo
 bin="$PWD/$venv/bin"
 [[ "$venv" == /* ]] && bin="$venv/bin"
 

@@ -98,7 +98,7 @@ def connect(
         num_targets: target ranks of the run.
         num_drafts: draft ranks of the run; in one launch what is left.
         target_ranks: global ranks that are targets, in one launch.
-        config: the same on all ranks except for what is a rank's own (memory sizes, device index).
+        config: the same on all ranks except for what is a rank's own (memory sizes, device index, patience).
 
     Raises:
         ConfigError: (``ValueError``) roles, counts or sizes that cannot work, or that ranks disagree on.
@@ -385,6 +385,7 @@ class Stream:
             soft_cap_samples=config.max_samples,
             starving=side.starving,
             check_finite=config.check_finite,
+            checksums=config.verify_checksums,
         )
 
     # -- joining -----------------------------------------------------------------------------------------------------
@@ -589,7 +590,7 @@ class Stream:
         """
         if not isinstance(self._side, DraftSide):
             raise MisuseError("on_lost() is for draft ranks")
-        self._side.on_lost = callback
+        self._side.estates.on_lost = callback
 
     def dead_letters(self) -> list[Any]:
         """Samples of this target whose retry budget is spent; empty on a draft."""
@@ -599,9 +600,7 @@ class Stream:
         """Stop all ranks at the next agreed round. Prefetched samples go back without counting. Does not wait."""
         with self._side.cond:
             self._side.stop(reason)
-        for member in self._node.members():
-            if member.gone is None and member.inc != self._node.inc:
-                self._node.send(member.inc, StopRequest(reason[:1000]))
+        self._side.tell_all(StopRequest(reason[:1000]))
         self._node.wake()
 
     def handle_signals(self, signals: Sequence[int] = (signal.SIGTERM,)) -> None:
@@ -672,7 +671,9 @@ class Stream:
             self._leave("failed", exc)
 
     def _leave(self, kind: str, exc: BaseException | None) -> None:
-        self._node.leave(kind, "" if exc is None else f"{type(exc).__name__}: {exc}")
+        # A peer that does not confirm is slow, and its samples would come twice if we went; or dead, and soon buried.
+        patience = self.config.death_timeout if exc is None else CLOSE_S
+        self._node.leave(kind, "" if exc is None else f"{type(exc).__name__}: {exc}", timeout=patience)
         if exc is None and self._place.hosts_store:
             # Without torchrun's agent the first rank keeps the store: it goes last.
             self._node.wait_alone(self.config.death_timeout)

@@ -270,7 +270,7 @@ class OwnerDelivery:
         if sid is None:
             return
         if fault:
-            self._fail(self._samples[sid], 1, f"refused: {reason}")
+            self._fail(self._samples[sid], 1, f"refused: {reason}", handed_out=False)
         else:
             self._take_back([sid])
         self.assign()
@@ -346,8 +346,8 @@ class OwnerDelivery:
                 self._finish(sample, "acked")
             elif outcome == "drop":
                 self._finish(sample, "dropped")
-            elif outcome == "fail":
-                self._fail(sample, failures, reason)
+            elif outcome in ("fail", "corrupt"):
+                self._fail(sample, failures, reason, handed_out=outcome == "fail")
             else:
                 self._take_back([sample_id])
         self.assign()
@@ -402,9 +402,11 @@ class OwnerDelivery:
             draft.coming -= sample.phase is not Phase.DELIVERED
         sample.draft, sample.seq = "", -1
 
-    def _fail(self, sample: OwnedSample, failures: int, reason: str) -> None:
+    def _fail(self, sample: OwnedSample, failures: int, reason: str, *, handed_out: bool) -> None:
         sample.failures += max(failures, 1)
         if sample.failures > self._max_failures:
+            if not handed_out and sample.draft in self._drafts:
+                self._drafts[sample.draft].given -= 1  # it was no part of a round there
             self.dead_letters.append(DeadLetter(sample.sample_id, reason, sample.failures, sample.draft))
             self._finish(sample, "dead")
         else:

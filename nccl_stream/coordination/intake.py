@@ -88,6 +88,7 @@ class IntakeStatistics:
     refused: int = 0
     adopted: int = 0
     voided: int = 0
+    faulty: int = 0
     order_relaxed: int = 0
 
 
@@ -305,13 +306,25 @@ class DraftIntake:
 
     # -- arrival -----------------------------------------------------------------------------------------------------
 
-    def transfer_over(self, delivery: Delivery, *, ok: bool) -> None:
-        """A posted receive has ended and nothing writes to its slot any more."""
+    def transfer_over(self, delivery: Delivery, *, ok: bool, fault: str = "", last: bool = False) -> None:
+        """A posted receive has ended and nothing writes to its slot any more.
+
+        Args:
+            delivery: as given to the port's ``receive``.
+            ok: the transfer finished; False when its link failed.
+            fault: what is wrong with the bytes that came; counts as one failed delivery. "" when they are good.
+            last: with a fault, that the sample's retry budget is spent: it will not come again.
+        """
         owner = self._owners[delivery.owner]
         owner.transfers.pop((delivery.gen, delivery.seq), None)
         if not ok or delivery.void:
             self.statistics.voided += 1
             self._settle(delivery, "back", 0, "the link failed")
+        elif fault:
+            self.statistics.faulty += 1
+            if not last:
+                owner.missing.add(delivery.order)  # later ones wait for their turn until it has come again
+            self._settle(delivery, "corrupt", 1, fault)
         elif self._stopped:
             self._settle(delivery, "back", 0, self._stopped)
         else:

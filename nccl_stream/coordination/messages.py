@@ -134,7 +134,8 @@ class Settle(Message):
     """Draft to target: outcomes, each ``[sample_id, delivery, outcome, failures, reason]``.
 
     Outcomes: ``ack`` (consumed), ``fail`` (consumer failures used up here; counts ``failures`` on the retry budget),
-    ``back`` (handed back, counts nothing), ``drop`` (left over by an agreed end).
+    ``corrupt`` (did not arrive as it was put; counts likewise, and nobody was handed it), ``back`` (handed back, counts
+    nothing), ``drop`` (left over by an agreed end).
     """
 
     KIND: ClassVar[str] = "settle"
@@ -293,7 +294,7 @@ def _check_settle_item(item: Any) -> None:
         type(item) is list
         and len(item) == 5
         and [type(part) for part in item] == [str, int, str, int, str]
-        and item[2] in ("ack", "fail", "back", "drop")
+        and item[2] in ("ack", "fail", "corrupt", "back", "drop")
         and 0 <= item[1] < MAX_INT
         and 0 <= item[3] < MAX_INT
         and len(item[0]) <= MAX_TEXT

@@ -20,7 +20,7 @@ from nccl_stream.errors import CapacityError, ClosedError, MisuseError, SampleNo
 from nccl_stream.refs import FeatureAlgorithm, FeatureSpec, SampleRef
 from nccl_stream.store import FeatureStore, StoreHandle, StoreHealth
 from nccl_stream.stores.residency import Residency
-from nccl_stream.stores.tensors import check_tensors, copy_tensor
+from nccl_stream.stores.tensors import check_tensors, checksum_of, copy_tensor
 from nccl_stream.transport.arena import Arena, Slot
 from nccl_stream.transport.layout import SlotLayout
 
@@ -32,12 +32,16 @@ __all__ = ["Inbound", "NcclFeatureStore", "OwnedBytes", "Received"]
 
 @dataclass
 class OwnedBytes:
-    """A sample's memory on its owner: one slot in wire layout, and the features that were donated instead of copied."""
+    """A sample's memory on its owner: one slot in wire layout, and the features that were donated instead of copied.
+
+    ``checksum`` is the CRC-32C of the features as they were put; None where nobody verifies it.
+    """
 
     layout: SlotLayout
     buffer: torch.Tensor
     donated: Mapping[str, torch.Tensor]
     slot: Slot | None
+    checksum: int | None = None
 
     def features(self) -> dict[str, torch.Tensor]:
         """The features, as views of this memory, in feature order."""
@@ -94,6 +98,7 @@ class NcclFeatureStore(FeatureStore):
         on_dropped: called when a draft's handle was garbage-collected unreleased; may run inside a finalizer, so it
             must neither lock nor block. :meth:`collect_dropped` then ends its hold.
         check_finite: refuse samples whose floating-point features hold NaN or infinite values; costs a pass over them.
+        checksums: compute every sample's CRC-32C at put, for its drafts to verify; costs a pass over it.
     """
 
     def __init__(
@@ -111,6 +116,7 @@ class NcclFeatureStore(FeatureStore):
         starving: Callable[[], bool] = lambda: False,
         on_dropped: Callable[[], None] = lambda: None,
         check_finite: bool = False,
+        checksums: bool = False,
     ) -> None:
         self._uri = uri
         self._device = device
@@ -126,6 +132,7 @@ class NcclFeatureStore(FeatureStore):
         self._dropped: deque[int] = deque()
         self._on_dropped = on_dropped
         self._check_finite = check_finite
+        self._checksums = checksums
         self._closed = False
         self.room_waited_s = 0.0
 
@@ -247,11 +254,14 @@ class NcclFeatureStore(FeatureStore):
                 stream.synchronize()
             else:
                 layout.pack(copied, buffer)
+            owned = OwnedBytes(layout, buffer, donated, slot)
+            if self._checksums:
+                owned.checksum = checksum_of(owned.features().values())
         except BaseException:
             if slot is not None:
                 slot.settle()
             raise
-        return OwnedBytes(layout, buffer, donated, slot)
+        return owned
 
     def room_for(self, nbytes: int) -> bool:
         """Whether a put of ``nbytes`` would be accepted now."""

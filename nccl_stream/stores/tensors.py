@@ -1,14 +1,15 @@
-"""What every store does with the tensors it is given: check them, and copy them byte by byte."""
+"""What every store does with the tensors it is given: check them, copy them byte by byte, and sum their bytes up."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
 from nccl_stream.errors import MisuseError
+from nccl_stream.staging import crc32c
 
-__all__ = ["check_tensors", "copy_tensor", "join_tensors"]
+__all__ = ["check_tensors", "checksum_of", "copy_tensor", "join_tensors"]
 
 # A dtype of the same size that every device can copy; torch has no kernel for its sub-byte dtypes and warns whenever
 # it makes a complex32 tensor.
@@ -48,3 +49,16 @@ def check_tensors(sample_id: str, tensors: Mapping[str, torch.Tensor]) -> None:
                 f"sample {sample_id!r}: feature {name!r} must be a dense, unquantized tensor with data, "
                 f"got layout={tensor.layout}, dtype={tensor.dtype}, device={tensor.device}"
             )
+
+
+def checksum_of(tensors: Iterable[torch.Tensor]) -> int:
+    """CRC-32C of the tensors' bytes, one after the other. Blocks; on a GPU until the current stream has come to them.
+
+    Args:
+        tensors: contiguous, of any shape and dtype, with no lazy conj or neg bit.
+    """
+    checksum = 0
+    for tensor in tensors:
+        flat = tensor.detach().reshape(-1).view(torch.uint8)
+        checksum = crc32c(flat.cpu(), checksum)
+    return checksum

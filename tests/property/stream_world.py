@@ -18,9 +18,9 @@ from nccl_stream.errors import ClosedError, NcclStreamError
 from nccl_stream.stores.nccl import NcclFeatureStore
 from nccl_stream.stores.residency import Residency
 from nccl_stream.target_side import TargetSide
+from nccl_stream.testing.clock import FakeClock
 from nccl_stream.transport.arena import Arena
 from tests.property.simulation import Ends
-from tests.unit.helpers import FakeClock
 
 CPU = torch.device("cpu")
 CHUNK = 1024
@@ -138,7 +138,7 @@ class TargetRank(Rank):
         self.side = TargetSide(
             config, rank, world.num_targets, world.num_drafts, restart_timeout=0.0, clock=world.clock
         )
-        self.links = Ends(world.net, self.inc, self.side, self.send, side=0)
+        self.links = Ends(world.net, self.inc, self.side, self.send, side=0, corrupt=world.corrupt)
         residency = Residency(
             max_samples=config.max_samples,
             max_bytes=2 * config.max_bytes,
@@ -156,6 +156,7 @@ class TargetRank(Rank):
             arena=self.arena,
             soft_cap_bytes=config.max_bytes,
             starving=self.side.starving,
+            checksums=config.verify_checksums,
         )
         self.side.wire(self, self.links, self.store)
         self.to_put = to_put
@@ -278,10 +279,11 @@ class DraftRank(Rank):
         with self.side.cond:
             ready = self.side.finished or self.side.needs_padding
             if self.side.rounds is None:
-                may_take = ready or self.side.table.pending_count
+                may_take = ready or self.side.leases.table.pending_count
             else:
                 may_take = ready or (
-                    self.side.table.pending_count and self.side.handed < self.side.rounds.samples_released()
+                    self.side.leases.table.pending_count
+                    and self.side.leases.handed < self.side.rounds.samples_released()
                 )
         if len(self.batch) == per_round or (self.batch and not self.handed % per_round):
             events.append((2, self.train))
@@ -324,7 +326,10 @@ def make_sample(rng, number):
 class World:
     """All ranks, and what goes wrong."""
 
-    def __init__(self, seed, *, targets, drafts, per_target, end, static, batch, breaks, mail_faults, failures, deaths):
+    def __init__(
+        self, seed, *, targets, drafts, per_target, end, static, batch, breaks, mail_faults, failures, deaths,
+        flips=0, budget=3,
+    ):  # fmt: skip
         self.rng = random.Random(seed)
         self.clock = FakeClock(1000.0)
         self.num_targets, self.num_drafts = targets, drafts
@@ -339,7 +344,10 @@ class World:
             lease=1e9,
             announce_window=self.rng.randint(1, 4),
             chunk_bytes=CHUNK,
+            max_failures=budget,
+            verify_checksums=flips > 0,
         )
+        self.flips, self.flipped = flips, Counter()
         self.arena_bytes = (4 * batch - 1) * (largest + 5 * 256 + 256)
         self.documents, self.net, self.samples = Documents(), {}, {}
         self.mail_faults, self.breaks, self.failures = mail_faults, breaks, failures
@@ -384,6 +392,19 @@ class World:
             self.mail_faults -= 1
             inbox.rotate(self.rng.randrange(len(inbox)))
         return inbox.popleft()
+
+    def corrupt(self, delivery, buffers):
+        """Flip a bit of a sample that has just arrived, in one of its features."""
+        if not self.flips or self.rng.random() < 0.6:
+            return
+        self.flips -= 1
+        self.flipped[delivery.owner, delivery.sample_id] += 1
+        layout = self.ranks[delivery.owner].store.layout_of(delivery.ref.feature_specs)
+        name = self.rng.choice(sorted(layout.specs))
+        place = layout.offsets[name] + self.rng.randrange(layout.specs[name].nbytes)
+        for (start, nbytes), buffer in zip(layout.chunks, buffers, strict=True):
+            if start <= place < start + nbytes:
+                buffer[place - start] ^= 1 << self.rng.randrange(8)
 
     # -- death -------------------------------------------------------------------------------------------------------
 
@@ -467,7 +488,7 @@ class World:
         return Counter(key for rank in self.ranks.values() if rank.role == "draft" for key in rank.consumed)
 
     def failures_happened(self):
-        return any(rank.side.table.counts.failed for rank in self.survivors("draft"))
+        return any(rank.side.leases.table.counts.failed for rank in self.survivors("draft"))
 
     def check_books_of_the_dead(self, drafts):
         for rank in self.ranks.values():

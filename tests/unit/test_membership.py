@@ -8,7 +8,7 @@ import pytest
 from nccl_stream.coordination.kv import ControlStore, tcp_store
 from nccl_stream.coordination.membership import Identity, Membership, RunShape, Timing
 from nccl_stream.errors import ConfigError, MembershipError, WireFormatError
-from tests.unit.helpers import FakeClock
+from nccl_stream.testing.clock import FakeClock
 
 TIMING = Timing(heartbeat_s=0.1, death_s=0.8, fence_s=0.5, connect_s=20.0)
 
