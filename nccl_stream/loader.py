@@ -75,13 +75,15 @@ class FeatureDataLoader(IterableDataset[Any]):
     those of the last batch count as failed deliveries, the others as never delivered. A trainer that only catches the
     exception around the ``for`` loop should use the loader as a context manager for that reason.
 
-    A streamed sample comes as a whole when its producer has closed it; or, with a ``chunk_policy``, chunk by chunk
-    while it is produced. :attr:`FeatureBatch.place` says which part of the sample a batch is. Such a sample counts as
-    one, however many chunks it has: it is acked like others after its final chunk (``batch.is_final``), its lease is
-    renewed until then, and a round ends with a final chunk. Ranks have different numbers of chunks, so synchronize
-    gradients in the backward pass of final chunks only (``no_sync()`` for the others). A chunk's tensors are the
-    caller's own. A loop that stops in the middle of a sample gives its memory back; the sample comes again if it was
-    retained, and is lost otherwise. A sample that is not streamed comes as one final chunk.
+    A streamed sample comes as a whole when its producer has closed it (with ``max_tokens``, alone); or, with a
+    ``chunk_policy``, chunk by chunk while it is produced. :attr:`FeatureBatch.place` says which part of the sample
+    a batch is. Such a sample counts as one, however many chunks it has: it is acked like others after its final
+    chunk (``batch.is_final``), its lease is renewed until then, and a round ends with a final chunk. Ranks have
+    different numbers of chunks, so synchronize gradients in the backward pass of final chunks only (``no_sync()``
+    for the others). A chunk's tensors are the caller's own. A loop that stops in the middle of a sample gives its
+    memory back; the sample comes again if it was retained, and is lost otherwise. A sample that is not streamed
+    comes as one final chunk. Producers have to keep as many samples open at a time as a batch or a round takes, or
+    they wait for readers that wait for further samples.
 
     It is an ``IterableDataset``: ``DataLoader(loader, batch_size=None)`` works in this process, and with its default
     ``collate_fn`` yields plain dicts. Leases live in the process that took them, so worker processes are refused.

@@ -178,6 +178,17 @@ def test_lease_is_renewed_while_the_sample_is_read(make_world):
     settled(world, 1)
 
 
+def test_streamed_sample_comes_alone_and_at_once_where_tokens_are_counted(world):
+    loader = world.loader(chunk_policy=None, max_tokens=1000, length_buckets=(8, 16))
+    world.produce("s0", 3 * PIECE)
+    assert next(loader).sample_ids == ("s0",)  # the queue is open, nothing else will come
+    world.queue.put(world.store.put("whole", make_sample(), "run"))
+    world.produce("s1", 3 * PIECE)
+    world.queue.close()
+    assert sorted(batch.sample_ids for batch in loader) == [("s1",), ("whole",)]
+    settled(world, 3)
+
+
 # -- early ends --
 
 

@@ -6,7 +6,15 @@ import pickle
 import pytest
 import torch
 
-from nccl_stream.errors import NcclStreamError, RefError, StreamBrokenError, StreamLostError, WireFormatError
+from nccl_stream.errors import (
+    MisuseError,
+    NcclStreamError,
+    RefError,
+    StreamBrokenError,
+    StreamLostError,
+    WireFormatError,
+)
+from nccl_stream.interop.nemo import to_nemo_ref
 from nccl_stream.refs import FeatureSpec, SampleRef, StreamSpec
 from nccl_stream.sample_stream import OpenFeatureSpec
 from tests.unit.helpers import CORE, make_ref
@@ -116,6 +124,11 @@ def test_wire_stream_without_a_field_is_refused(field):
     del wire["stream"][field]
     with pytest.raises(WireFormatError):
         SampleRef.from_wire(wire)
+
+
+def test_stream_ref_has_no_form_at_nemo():
+    with pytest.raises(MisuseError, match="whole samples"):
+        to_nemo_ref(make_stream_ref())
 
 
 # -- OpenFeatureSpec --
