@@ -22,7 +22,7 @@ ALIGN_BYTES = 256  # slots and their features start on such boundaries
 # Ranks may differ in what is theirs alone: memory sizes, the device index, how they issue transfers.
 _OWN_FIELDS = frozenset(
     {"arena_bytes", "max_bytes", "max_samples", "high_watermark_bytes", "low_watermark_bytes", "device", "issue"}
-    | {"staging", "device_bytes", "poison", "check_finite", "lease", "held_timeout"}
+    | {"staging", "device_bytes", "poison", "check_finite", "lease", "held_timeout", "connect_timeout"}
 )
 
 
@@ -50,7 +50,7 @@ class StreamConfig:
         heartbeat: seconds between two signs of life.
         death_timeout: seconds without a sign of life after which a process is declared dead. It stops itself earlier,
             after 0.6 times this without an answer from the store.
-        connect_timeout: seconds for all ranks to appear and all links to come up.
+        connect_timeout: seconds that this rank waits for all ranks to appear and its links to come up.
         transfer_timeout: seconds a posted transfer may take before its link is given up.
         held_timeout: seconds a draft waits for memory while user references hold all of it, before it says so.
         draft_restart_timeout: seconds for which a dead draft rank is awaited; None: 0 in one launch (everything

@@ -97,13 +97,17 @@ class Estates:
                     self._node.send(member.inc, Obituary(owner))
 
     def read(self, documents: ControlStore, owner: str) -> None:
-        """Take in what stands in the store about a dead owner."""
-        document = documents.get(f"obituary/{owner}")
+        """Take in what stands in the store about a dead owner; what is damaged nobody will write anew."""
+        try:
+            document = documents.get(f"obituary/{owner}")
+        except WireFormatError:
+            document = None
         with self._lock:
             lost = self._obituaries.read(owner, document)
-            self._on_read()
         if lost:
-            self._report_lost(owner, lost)
+            self._report_lost(owner, lost)  # before the stream may end for it
+        with self._lock:
+            self._on_read()
 
     def _report_lost(self, owner: str, lost: tuple[str, ...]) -> None:
         logger.error("%s: %d samples died with %s: %s", self._node.inc, len(lost), owner, ", ".join(lost[:10]))

@@ -99,7 +99,7 @@ def connect(
         num_targets: target ranks of the run.
         num_drafts: draft ranks of the run; in one launch what is left.
         target_ranks: global ranks that are targets, in one launch.
-        config: the same on all ranks except for what is a rank's own (memory sizes, device index).
+        config: the same on all ranks except for what is a rank's own (memory sizes, device index, patience).
 
     Raises:
         ConfigError: (``ValueError``) roles, counts or sizes that cannot work, or that ranks disagree on.
@@ -674,7 +674,9 @@ class Stream:
             self._leave("failed", exc)
 
     def _leave(self, kind: str, exc: BaseException | None) -> None:
-        self._node.leave(kind, "" if exc is None else f"{type(exc).__name__}: {exc}")
+        # A peer that does not confirm is slow, and its samples would come twice if we went; or dead, and soon buried.
+        patience = self.config.death_timeout if exc is None else CLOSE_S
+        self._node.leave(kind, "" if exc is None else f"{type(exc).__name__}: {exc}", timeout=patience)
         if exc is None and self._place.hosts_store:
             # Without torchrun's agent the first rank keeps the store: it goes last.
             self._node.wait_alone(self.config.death_timeout)

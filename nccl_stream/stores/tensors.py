@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -10,7 +10,7 @@ from nccl_stream.device_staging import device_crc32c, is_available
 from nccl_stream.errors import MisuseError
 from nccl_stream.staging import crc32c
 
-__all__ = ["check_tensors", "checksum_of", "copy_tensor"]
+__all__ = ["check_tensors", "checksum_of", "copy_tensor", "join_tensors"]
 
 # A dtype of the same size that every device can copy; torch has no kernel for its sub-byte dtypes and warns whenever
 # it makes a complex32 tensor.
@@ -23,6 +23,12 @@ def copy_tensor(tensor: torch.Tensor, device: torch.device | None = None) -> tor
     carrier = _CARRIERS.get(source.dtype.itemsize, source.dtype)
     copy = torch.empty(source.shape, dtype=carrier, device=source.device if device is None else device)
     return copy.copy_(source.view(carrier)).view(source.dtype)
+
+
+def join_tensors(tensors: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+    """Return the byte-exact concatenation of at least one tensor of the same dtype along ``dim``, as a new tensor."""
+    carrier = _CARRIERS.get(tensors[0].dtype.itemsize, tensors[0].dtype)
+    return torch.cat([tensor.view(carrier) for tensor in tensors], dim=dim).view(tensors[0].dtype)
 
 
 def check_tensors(sample_id: str, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -24,6 +24,8 @@ from nccl_stream.transport.process_group import GlooLink
 
 torch.set_num_threads(1)
 
+SETTLING_S = 30.0
+
 
 def keep_store(spec, journal):
     """Serve a TCPStore until killed."""
@@ -124,7 +126,13 @@ def join(spec, role, journal):
 
 
 def say_books(stream, journal):
+    """The books once the targets have ended. What other drafts did last comes with their next heartbeat or goodbye."""
+    stream.wait_ended(SETTLING_S)
+    deadline = time.monotonic() + SETTLING_S
     statistics = stream.statistics()
+    while statistics["resident"] and time.monotonic() < deadline:
+        time.sleep(0.05)
+        statistics = stream.statistics()
     journal.say("books", balanced=statistics.balanced, owners=statistics.owners, **dict(statistics))
 
 
@@ -170,7 +178,6 @@ def draft(spec, journal):
         if "linger" in spec:
             wait_gate(spec, spec["linger"])
         if spec.get("books", True) and "max_steps" not in spec:
-            stream.wait_ended(20.0)
             say_books(stream, journal)
 
 
