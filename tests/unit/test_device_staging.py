@@ -233,7 +233,7 @@ DTYPES = [
 ]  # fmt: skip
 
 
-def some_tensor(rng, dtype):
+def some_tensor(rng, dtype, device="cpu"):
     """A tensor of random bytes with random strides: permuted, sliced, expanded, offset, 0-d, empty."""
     shape = [rng.choice([0, 1, 1, 2, 3, 5, 8, 16]) for _ in range(rng.randint(0, 4))]
     order = rng.sample(range(len(shape)), len(shape))
@@ -245,6 +245,7 @@ def some_tensor(rng, dtype):
     shift = rng.choice([0, 0, 1, 3])
     bits = torch.Generator().manual_seed(rng.randrange(1 << 30))
     raw = torch.randint(0, 256, ((numel + shift) * dtype.itemsize,), dtype=torch.uint8, generator=bits)
+    raw = raw.to(device)
     base = raw.view(dtype)[shift : shift + numel].view(extent)
     tensor = base[tuple(slice(None, None, steps[d]) for d in order)]
     tensor = tensor.permute([order.index(d) for d in range(len(shape))])
