@@ -256,7 +256,7 @@ class TargetSide(Side):
             return
         with self.cond:
             if isinstance(message, Ready):
-                self.delivery.ready(inc, message.gen, message.seq)
+                self.delivery.ready(inc, message.gen, message.seq, message.turn)
             elif isinstance(message, Refuse):
                 self.delivery.refused(inc, message.gen, message.seq, message.reason, fault=message.fault)
             elif isinstance(message, Adopt):

@@ -97,9 +97,9 @@ class _Draft:
     linked: bool = False
     ended: bool = False
     next_seq: int = 0
-    send_seq: int = 0
-    answers: dict[int, bool] = field(default_factory=dict)
-    by_seq: dict[int, str] = field(default_factory=dict)
+    by_seq: dict[int, str] = field(default_factory=dict)  # announced and not answered
+    next_turn: int = 0
+    turns: dict[int, tuple[int, str]] = field(default_factory=dict)  # receives posted there, whose turn has not come
     waiting: int = 0
     coming: int = 0
     held: set[str] = field(default_factory=set)
@@ -227,8 +227,8 @@ class OwnerDelivery:
             return  # it broke before we were told that it had come up
         self._unlink(draft)
         draft.gen, draft.linked = gen, True
-        draft.next_seq = draft.send_seq = draft.waiting = 0
-        draft.answers.clear()
+        draft.next_seq = draft.next_turn = draft.waiting = 0
+        draft.turns.clear()
         draft.by_seq.clear()
         self.assign()
 
@@ -260,13 +260,26 @@ class OwnerDelivery:
 
     # -- delivery ----------------------------------------------------------------------------------------------------
 
-    def ready(self, inc: str, gen: int, seq: int) -> None:
-        """The draft has a slot for ``seq``; sends go out strictly in seq order."""
-        self._answer(inc, gen, seq, accepted=True)
+    def ready(self, inc: str, gen: int, seq: int, turn: int) -> None:
+        """The draft has posted its ``turn``-th receive, for ``seq``; sends go out strictly in the order of turns."""
+        draft = self._drafts.get(inc)
+        if draft is not None and draft.gen == gen and (turn < draft.next_turn or turn in draft.turns):
+            self.books.late += 1
+            return
+        sid = self._answer(inc, gen, seq)
+        if sid is None:
+            return
+        draft = self._drafts[inc]
+        draft.turns[turn] = seq, sid
+        while draft.next_turn in draft.turns:
+            next_seq, next_sid = draft.turns.pop(draft.next_turn)
+            draft.next_turn += 1
+            self._transmit(draft, next_seq, next_sid)
+        self.assign()
 
     def refused(self, inc: str, gen: int, seq: int, reason: str, *, fault: bool) -> None:
         """The draft will not take it; a ``fault`` counts as a failure of the sample."""
-        sid = self._answer(inc, gen, seq, accepted=False)
+        sid = self._answer(inc, gen, seq)
         if sid is None:
             return
         if fault:
@@ -277,27 +290,18 @@ class OwnerDelivery:
 
     def adopted(self, inc: str, gen: int, seq: int) -> None:
         """An earlier delivery of this sample has arrived there in full after all: count this one as delivered."""
-        sid = self._answer(inc, gen, seq, accepted=False)
+        sid = self._answer(inc, gen, seq)
         if sid is not None:
             self._mark_delivered(self._samples[sid])
-            self._tell_states()
+            self.assign()
 
-    def _answer(self, inc: str, gen: int, seq: int, *, accepted: bool) -> str | None:
+    def _answer(self, inc: str, gen: int, seq: int) -> str | None:
         draft = self._drafts.get(inc)
-        if draft is None or not draft.linked or draft.gen != gen or seq not in draft.by_seq or seq in draft.answers:
+        if draft is None or not draft.linked or draft.gen != gen or seq not in draft.by_seq:
             self.books.late += 1
             return None
-        draft.answers[seq] = accepted
         draft.waiting -= 1
-        sid = draft.by_seq[seq]
-        while draft.send_seq in draft.answers:
-            number = draft.send_seq
-            draft.send_seq += 1
-            owner_of_seq = draft.by_seq.pop(number)
-            if draft.answers.pop(number):
-                self._transmit(draft, number, owner_of_seq)
-        self.assign()
-        return sid
+        return draft.by_seq.pop(seq)
 
     def _transmit(self, draft: _Draft, seq: int, sample_id: str) -> None:
         sample = self._samples[sample_id]

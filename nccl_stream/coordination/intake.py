@@ -99,6 +99,7 @@ class _Owner:
     gen: int = 0
     broken: int = 0  # newest generation that broke
     up: bool = False
+    next_turn: int = 0
     queue: deque[Delivery] = field(default_factory=deque)
     transfers: dict[tuple[int, int], Delivery] = field(default_factory=dict)
     acked: OrderedDict[int, str] = field(default_factory=OrderedDict)
@@ -156,7 +157,7 @@ class DraftIntake:
         owner = self._owners.get(inc)
         if owner is not None and gen > owner.gen:
             self._reset_link(owner)
-            owner.gen = gen
+            owner.gen, owner.next_turn = gen, 0
 
     def link_up(self, inc: str, gen: int) -> None:
         owner = self._owners[inc]
@@ -268,8 +269,14 @@ class DraftIntake:
             owner.transfers[delivery.gen, delivery.seq] = delivery
             delivery.slot = slot
             self._port.receive(delivery)
-            self._port.tell(delivery.owner, Ready(delivery.gen, delivery.seq))
+            self._port.tell(delivery.owner, Ready(delivery.gen, delivery.seq, self._take_turn(owner)))
         self._yield_in_order()
+
+    @staticmethod
+    def _take_turn(owner: _Owner) -> int:
+        """Number of the receive just posted on this owner's link; the owner sends in that order."""
+        turn, owner.next_turn = owner.next_turn, owner.next_turn + 1
+        return turn
 
     def _next(self) -> Delivery | None:
         heads = [owner.queue[0] for owner in self._owners.values() if owner.queue and owner.up]

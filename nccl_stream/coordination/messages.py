@@ -99,11 +99,15 @@ class Announce(Message):
 
 @dataclass(frozen=True)
 class Ready(Message):
-    """Draft to target: a slot is reserved and the receive is posted for ``(gen, seq)``; send."""
+    """Draft to target: a slot is reserved and the receive is posted for ``(gen, seq)``; send.
+
+    ``turn`` counts the receives posted on this generation: sends go out in that order.
+    """
 
     KIND: ClassVar[str] = "ready"
     gen: int
     seq: int
+    turn: int
 
 
 @dataclass(frozen=True)

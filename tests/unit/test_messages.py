@@ -15,7 +15,7 @@ EXAMPLES = [
     m.LinkOpen(3),
     m.LinkFailed(3, "reset"),
     m.Announce(1, 2, 3, 4, 5, 6, {"sample_id": "s"}),
-    m.Ready(1, 2),
+    m.Ready(1, 2, 3),
     m.Refuse(1, 2, True, "too large"),
     m.Adopt(1, 2),
     m.Settle([["s", 0, "ack", 0, ""], ["t", 1, "fail", 2, "bad"], ["u", 0, "back", 0, ""], ["v", 0, "drop", 0, ""]]),
