@@ -11,7 +11,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -146,7 +146,7 @@ class Links:
         """Give a link up from this side."""
         self._drop(inc, gen, reason, tell=True)
 
-    def send(self, inc: str, gen: int, token: object, buffers: list[torch.Tensor | HostBytes]) -> bool:
+    def send(self, inc: str, gen: int, token: object, buffers: Sequence[torch.Tensor | HostBytes]) -> bool:
         """Queue a transfer to the peer; False when that link is no longer there."""
         channel = self._channel(inc, gen)
         if channel is None:

@@ -7,7 +7,7 @@ import struct
 
 from nccl_stream.errors import LinkError
 
-__all__ = ["check_header", "make_header"]
+__all__ = ["check_header", "make_header", "make_piece_header"]
 
 _MAGIC = b"NCS1"
 _FORMAT = struct.Struct("<4sQQQQ16s")
@@ -46,3 +46,20 @@ def check_header(raw: bytes, expected: bytes, what: str, *, checksummed: bool = 
     if raw[: len(expected)] != expected or len(tail) != checksummed * _CHECKSUM.size:
         raise LinkError(f"the bytes that arrived are not {what}: the two ends of the link are out of step")
     return int(_CHECKSUM.unpack(tail)[0]) if checksummed else None
+
+
+def make_piece_header(
+    owner: str,
+    sample_id: str,
+    index: int,
+    *,
+    gen: int,
+    turn: int,
+    serial: int,
+    delivery: int,
+    checksum: int | None = None,
+) -> bytes:
+    """Identity of one piece of a streamed sample, as :func:`make_header`; no sample as a whole has the same."""
+    return make_header(
+        owner, f"{sample_id}\0{index}", gen=gen, seq=turn, serial=serial, delivery=delivery, checksum=checksum
+    )

@@ -18,6 +18,7 @@ import torch
 from nccl_stream.config import Staging, StreamConfig
 from nccl_stream.device_staging import DeviceCopy, DeviceStager, Stream, is_available
 from nccl_stream.errors import ConfigError, DeviceError, MisuseError
+from nccl_stream.stores.owned_pieces import OwnedPieces
 from nccl_stream.stores.tensors import copy_tensor
 from nccl_stream.transport.arena import Arena, Slot
 from nccl_stream.transport.bounce import BounceLink
@@ -201,8 +202,17 @@ class SampleMemory:
         owned.place, owned.nbytes = place, nbytes
         return owned
 
-    def free(self, owned: OwnedBytes) -> None:
+    @property
+    def pieces_arena(self) -> Arena | None:
+        """Memory for samples that travel in pieces: of the device, where their windows are all that waits of them."""
+        on_device = self._arenas["device"]
+        return on_device if on_device is not None or self._device.type != "cpu" else self._arenas["host"]
+
+    def free(self, owned: OwnedBytes | OwnedPieces) -> None:
         """A sample is over. Does not block."""
+        if isinstance(owned, OwnedPieces):
+            owned.close()
+            return
         with self._lock:
             self._placement.give(owned.place, owned.nbytes)
         self._let_go(owned)

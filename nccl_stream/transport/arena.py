@@ -57,13 +57,11 @@ class _Memory(Protocol):
 
 
 class _OneTensor:
-    """Memory of a device: one tensor, with the books kept here."""
+    """Memory of a device, or that somebody else has given: one tensor, with the books kept here."""
 
-    def __init__(self, capacity: int, device: torch.device) -> None:
-        raw = torch.empty(capacity + ALIGN_BYTES, dtype=torch.uint8, device=device)
-        skip = -raw.data_ptr() % ALIGN_BYTES
-        self._tensor = raw[skip : skip + capacity]
-        self._free = FreeList(capacity)
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+        self._free = FreeList(tensor.numel())
 
     def take(self, nbytes: int) -> tuple[int, torch.Tensor] | None:
         start = self._free.take(nbytes)
@@ -296,9 +294,12 @@ class Arena:
         on_free: called whenever memory may have become free. It can be called from a finalizer, on any thread and in
             the middle of any code of that thread, even code that holds a lock: it must not take locks nor block.
             ``queue.SimpleQueue.put`` is safe there, ``threading.Event.set`` is not.
+        memory: ``[>= capacity_bytes] uint8``, contiguous, on ``device``, at an address that is a multiple of
+            ``ALIGN_BYTES``: cut up this, such as the slot of another arena, instead of allocating. Whoever gives it
+            must not let it be used otherwise before all slots have returned.
 
     Raises:
-        MisuseError: the capacity is below one slot.
+        MisuseError: the capacity is below one slot, or the memory is not like that.
         CapacityError: the host does not have that much memory.
     """
 
@@ -310,14 +311,22 @@ class Arena:
         poison: bool = False,
         pin: bool = False,
         on_free: Callable[[], None] | None = None,
+        memory: torch.Tensor | None = None,
     ) -> None:
         capacity = capacity_bytes // ALIGN_BYTES * ALIGN_BYTES
         if capacity <= 0:
             raise MisuseError(f"an arena needs at least {ALIGN_BYTES} bytes, got {capacity_bytes}")
         self.device = torch.device(device)
         self.capacity_bytes = capacity
-        on_host = self.device.type == "cpu"
-        self._memory: _Memory = _PoolMemory(capacity, pin) if on_host else _OneTensor(capacity, self.device)
+        self._memory: _Memory
+        if memory is not None:
+            self._memory = _OneTensor(self._check_memory(memory))
+        elif self.device.type == "cpu":
+            self._memory = _PoolMemory(capacity, pin)
+        else:
+            raw = torch.empty(capacity + ALIGN_BYTES, dtype=torch.uint8, device=self.device)
+            skip = -raw.data_ptr() % ALIGN_BYTES
+            self._memory = _OneTensor(raw[skip : skip + capacity])
         self._poison = poison
         self._on_free = on_free
         self._lock = threading.Lock()
@@ -325,6 +334,17 @@ class Arena:
         self._dead_views: deque[Slot] = deque()
         self._pending: list[tuple[int, int, Event]] = []
         self._closed = False
+
+    def _check_memory(self, memory: torch.Tensor) -> torch.Tensor:
+        capacity = self.capacity_bytes
+        if memory.dtype != torch.uint8 or memory.dim() != 1 or not memory.is_contiguous():
+            raise MisuseError(f"an arena cuts flat contiguous bytes, got {memory.dtype} {tuple(memory.shape)}")
+        if memory.device != self.device or memory.numel() < capacity or memory.data_ptr() % ALIGN_BYTES:
+            raise MisuseError(
+                f"an arena of {capacity} bytes on {self.device} needs that many there, {ALIGN_BYTES}-byte aligned; got "
+                f"{memory.numel()} at {memory.data_ptr():#x} on {memory.device}"
+            )
+        return memory[:capacity]
 
     def reserve(self, nbytes: int, label: str) -> Slot | None:
         """A slot of at least ``nbytes``, or None when there is no room now. Never blocks.

@@ -157,6 +157,7 @@ class TargetRank(Rank):
             memory=memory,
             soft_cap_bytes=config.max_bytes,
             starving=self.side.starving,
+            outbound=self.side.streams,
             checksums=config.verify_checksums,
         )
         self.side.wire(self, self.links, self.store)
@@ -232,7 +233,11 @@ class DraftRank(Rank):
         self.handed += 1
         if isinstance(lease, PaddingLease):
             self.queue.ack(lease)
-            return
+        else:
+            self.begin(lease)
+
+    def begin(self, lease):
+        """A sample was leased."""
         tensors, handle = self.store.get(lease.ref)
         expected = self.world.samples[lease.ref.store_uri.rpartition("/")[2], lease.ref.sample_id]
         assert tensors.keys() == expected.keys()
@@ -260,7 +265,7 @@ class DraftRank(Rank):
         self.world.failures -= 1
 
     def finish(self):
-        if self.batch:
+        if self.in_hand():
             self.train()
         self.kept.clear()
         self.queue.close()
@@ -286,15 +291,24 @@ class DraftRank(Rank):
                     self.side.leases.table.pending_count
                     and self.side.leases.handed < self.side.rounds.samples_released()
                 )
-        if len(self.batch) == per_round or (self.batch and not self.handed % per_round):
-            events.append((2, self.train))
-        elif self.batch and (self.side.finished or (self.side.rounds is None and not may_take)):
-            events.append((1, self.train))
+        hand = self.in_hand()
+        if hand == per_round or (hand and not self.handed % per_round):
+            events += [(2, self.train)] * self.may_train()
+        elif hand and (self.side.finished or (self.side.rounds is None and not may_take)):
+            events += [(1, self.train)] * self.may_train()
         elif may_take and (self.side.rounds is None or self.together(per_round)):
             events.append((2, self.take))
         if self.batch and self.world.failures:
             events.append((0.2, self.fail))
         return events
+
+    def in_hand(self):
+        """Samples that wait for a batch."""
+        return len(self.batch)
+
+    def may_train(self):
+        """Whether they can be used."""
+        return True
 
     def together(self, per_round):
         begun, into = divmod(self.handed, per_round)
@@ -327,6 +341,9 @@ def make_sample(rng, number):
 class World:
     """All ranks, and what goes wrong."""
 
+    make_target = TargetRank
+    make_draft = DraftRank
+
     def __init__(
         self, seed, *, targets, drafts, per_target, end, static, batch, breaks, mail_faults, failures, deaths,
         flips=0, budget=3,
@@ -334,7 +351,7 @@ class World:
         self.rng = random.Random(seed)
         self.clock = FakeClock(1000.0)
         self.num_targets, self.num_drafts = targets, drafts
-        largest = sum(t.nbytes for t in make_sample(_Always(120), 0).values())
+        largest = self.largest_sample()
         self.config = StreamConfig(
             max_sample_bytes=largest,
             max_bytes=(drafts * batch + 2) * largest,
@@ -349,7 +366,7 @@ class World:
             verify_checksums=flips > 0,
         )
         self.flips, self.flipped = flips, Counter()
-        self.arena_bytes = (4 * batch - 1) * (largest + 5 * 256 + 256)
+        self.arena_bytes = self.smallest_arena(batch)
         self.documents, self.net, self.samples = Documents(), {}, {}
         self.mail_faults, self.breaks, self.failures = mail_faults, breaks, failures
         self.deaths = list(deaths)
@@ -359,12 +376,11 @@ class World:
         for t in range(targets):
             to_put = []
             for n in range(per_target):
-                sample = make_sample(self.rng, n * targets + t)
-                self.samples[f"t{t}", f"s{n}"] = sample
+                sample = self.samples[f"t{t}", f"s{n}"] = self.make_sample(n * targets + t)
                 to_put.append((f"s{n}", sample))
-            self.ranks[f"t{t}"] = TargetRank(self, t, to_put)
+            self.ranks[f"t{t}"] = self.make_target(self, t, to_put)
         for d in range(drafts):
-            self.ranks[f"d{d}"] = DraftRank(self, d)
+            self.ranks[f"d{d}"] = self.make_draft(self, d)
         self.net.update({inc: rank.links for inc, rank in self.ranks.items()})
         members = [Member(r.inc, r.role, r.rank, "host", 1, "cpu", {}) for r in self.ranks.values()]
         for rank in self.ranks.values():
@@ -377,6 +393,15 @@ class World:
         if end != "ragged":
             for inc in incs:
                 self.ranks[inc].side.start_rounds("c", incs)
+
+    def largest_sample(self):
+        return sum(t.nbytes for t in make_sample(_Always(120), 0).values())
+
+    def smallest_arena(self, batch):
+        return (4 * batch - 1) * (self.largest_sample() + 5 * 256 + 256)
+
+    def make_sample(self, number):
+        return make_sample(self.rng, number)
 
     # -- the network -------------------------------------------------------------------------------------------------
 
@@ -476,8 +501,7 @@ class World:
             assert len({rank.handed for rank in drafts}) == 1, "a different number of rounds"
             assert not drafts[0].handed % self.config.samples_per_round or self.failures_happened()
         for rank in drafts:
-            # A rank that leaves takes its links down with what they carry; nothing else may keep memory.
-            assert not [why for _, _, why in rank.arena.holders() if "transfer" not in why]
+            assert not self.memory_kept(rank)
             assert not rank.side.intake.held
         for rank in targets:
             books = rank.side.delivery.books
@@ -487,6 +511,10 @@ class World:
                 assert rank.store.health().sample_count == 0
         self.check_books_of_the_dead(drafts)
         return Counter(key for rank in self.ranks.values() if rank.role == "draft" for key in rank.consumed)
+
+    def memory_kept(self, draft):
+        """A rank that leaves takes its links down with what they carry; nothing else may keep memory."""
+        return [why for _, _, why in draft.arena.holders() if "transfer" not in why]
 
     def failures_happened(self):
         return any(rank.side.leases.table.counts.failed for rank in self.survivors("draft"))

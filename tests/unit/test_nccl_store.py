@@ -18,6 +18,7 @@ from nccl_stream.leases import Lease
 from nccl_stream.refs import SampleRef
 from nccl_stream.store import FeatureStore
 from nccl_stream.stores.nccl import NcclFeatureStore
+from nccl_stream.stores.owned_pieces import OwnedPieces
 from nccl_stream.stores.residency import Residency
 from nccl_stream.stores.staged import OwnedBytes, SampleMemory
 from nccl_stream.testing.store_suite import FeatureStoreConformance, StoreHarness, make_sample
@@ -34,7 +35,7 @@ def target_store(
     **more: Any,
 ) -> NcclFeatureStore:
     memory = SampleMemory(torch.device("cpu"), device_arena=Arena(32 * MIB))
-    residency: Residency[OwnedBytes] = Residency(
+    residency: Residency[OwnedBytes | OwnedPieces] = Residency(
         max_samples=max_samples,
         max_bytes=max_bytes,
         high_watermark_bytes=high_watermark_bytes,
