@@ -135,9 +135,10 @@ def test_creators_racing_for_one_abandoned_name_only_one_gets_it(name: str, core
     finish(first)
     racers = start(
         """
+        gate, go = os.pipe()
         for _ in range(4):
             if os.fork() == 0:
-                os.read(0, 1)  # all go at once
+                os.read(gate, 1)
                 try:
                     pool = PinnedPool(1 << 20, shared_memory=sys.argv[1])
                 except Exception as error:
@@ -147,16 +148,13 @@ def test_creators_racing_for_one_abandoned_name_only_one_gets_it(name: str, core
                     sys.stdin.read()
                     pool.close()
                 os._exit(0)
-        sys.stdin.close()
+        os.write(go, b"gogo")  # all at once
         for _ in range(4):
             os.wait()
         """,
         name,
         core=core,
     )
-    assert racers.stdin is not None
-    racers.stdin.write("gogo")
-    racers.stdin.flush()
     assert sorted(line_of(racers) for _ in range(4)) == ["MisuseError"] * 3 + ["won"]
     assert open_shared(name).numel() == 1 << 20
     assert finish(racers) == 0
