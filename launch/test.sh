@@ -9,7 +9,7 @@ source launch/_venv.sh
 # A package path or options from outside would test something else than this checkout.
 unset PYTHONPATH PYTEST_ADDOPTS
 venv="${VENV:-.venv-test}"
-ensure_venv "$venv" test,lint,trainers
+ensure_venv "$venv" test,lint,trainers,demo
 bin="$PWD/$venv/bin"
 [[ "$venv" == /* ]] && bin="$venv/bin"
 
@@ -26,19 +26,11 @@ check() {
     fi
 }
 
-# Tests with real processes share the machine with whatever else runs on it. What failed runs once more, alone, and must
-# pass then; both runs are shown.
-run_pytest() {
-    "$bin/python" -m pytest "$@" && return 0
-    echo "-- pytest: once more what failed"
-    "$bin/python" -m pytest --last-failed --last-failed-no-failures none
-}
-
 check "ruff check" "$bin/ruff" check .
 check "ruff format" "$bin/ruff" format --check .
 check "mypy" "$bin/mypy"
 check "lint-imports" "$bin/lint-imports" --no-logo
-check "pytest" run_pytest "$@"
+check "pytest" "$bin/python" -m pytest "$@"
 
 if ((${#failed[@]})); then
     printf '== %d of 5 checks failed:' "${#failed[@]}"

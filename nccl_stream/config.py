@@ -21,7 +21,7 @@ ALIGN_BYTES = 256  # slots and their features start on such boundaries
 # Ranks may differ in what is theirs alone: memory sizes, the device index, how they issue transfers.
 _OWN_FIELDS = frozenset(
     {"arena_bytes", "max_bytes", "max_samples", "high_watermark_bytes", "low_watermark_bytes", "device", "issue"}
-    | {"poison", "check_finite", "lease", "held_timeout"}
+    | {"poison", "check_finite", "lease", "held_timeout", "connect_timeout"}
 )
 
 
@@ -49,7 +49,7 @@ class StreamConfig:
         heartbeat: seconds between two signs of life.
         death_timeout: seconds without a sign of life after which a process is declared dead. It stops itself earlier,
             after 0.6 times this without an answer from the store.
-        connect_timeout: seconds for all ranks to appear and all links to come up.
+        connect_timeout: seconds that this rank waits for all ranks to appear and its links to come up.
         transfer_timeout: seconds a posted transfer may take before its link is given up.
         held_timeout: seconds a draft waits for memory while user references hold all of it, before it says so.
         draft_restart_timeout: seconds for which a dead draft rank is awaited; None: 0 in one launch (everything
@@ -60,6 +60,9 @@ class StreamConfig:
         on_loss: whether samples that died with their owner raise at once (``"raise"``) or only when no owner remains.
         issue: NCCL calls come from a thread of the package (``"thread"``) or from ``stream.pump()`` (``"pump"``).
         check_finite: refuse samples with NaN or infinite values at put; costs a pass over every sample.
+        verify_checksums: send a CRC-32C of every sample along and compare it with what arrived, before anybody sees it;
+            costs two passes over every sample. What differs counts as a failed delivery. On a GPU, for debugging: the
+            thread that serves the links waits for the pass.
         poison: overwrite receive memory when it is freed, to see uses after free. For debugging.
     """
 
@@ -89,6 +92,7 @@ class StreamConfig:
     on_loss: OnLoss = "continue"
     issue: Literal["thread", "pump"] = "thread"
     check_finite: bool = False
+    verify_checksums: bool = False
     poison: bool = False
 
     def __post_init__(self) -> None:

@@ -94,7 +94,7 @@ class DraftQueue:
         if side.template is None:
             return None
         side.padded += 1
-        timeout = side.table.visibility_timeout
+        timeout = side.leases.table.visibility_timeout
         return PaddingLease(side.template, time.monotonic() + timeout.seconds, timeout, owner=owner)
 
     def _has_finished(self) -> bool:
@@ -115,16 +115,17 @@ class DraftQueue:
         """Ack several leases; returns how many were live."""
         return sum(self._side.ack(lease) for lease in leases if not isinstance(lease, PaddingLease))
 
-    def fail(self, lease: Lease, *, reason: str | BaseException | None = None) -> None:
+    def fail(self, lease: Lease, *, reason: str | BaseException | None = None, final: bool = False) -> None:
         """The sample could not be consumed: it comes again, byte-equal, until its retry budget is spent.
 
-        A lease that is not live changes nothing.
+        A lease that is not live changes nothing. With ``final`` the sample does not come again, whatever its budget. A
+        streamed sample of which pieces were released comes again only if it is retained, and is lost otherwise.
         """
         if isinstance(lease, PaddingLease):
             return
         if isinstance(reason, BaseException):
             reason = f"{type(reason).__name__}: {reason}"
-        self._side.fail(lease, reason or "failed by its consumer")
+        self._side.fail(lease, reason or "failed by its consumer", final=final)
 
     def hand_back(self, lease: Lease) -> bool:
         """Return a sample without counting a delivery; whether the lease was live."""
@@ -135,14 +136,11 @@ class DraftQueue:
         if isinstance(lease, PaddingLease):
             return True
         with self._side.cond:
-            return self._side.table.extend(lease, seconds)
+            return self._side.leases.table.extend(lease, seconds)
 
     def reclaim_expired(self) -> int:
         """Return the samples of expired leases; the stream also does it by itself."""
-        with self._side.cond:
-            before = self._side.table.counts.expired
-            self._side._expire()
-            return self._side.table.counts.expired - before
+        return self._side.reclaim_expired()
 
     # -- what a consumer must know to form batches -------------------------------------------------------------------
 
@@ -172,12 +170,12 @@ class DraftQueue:
     def pending_count(self) -> int:
         """Samples that have arrived and wait."""
         with self._side.cond:
-            return self._side.table.pending_count
+            return self._side.leases.table.pending_count
 
     def outstanding_count(self) -> int:
         """Samples that are leased."""
         with self._side.cond:
-            return self._side.table.leased_count
+            return self._side.leases.table.leased_count
 
     def close(self, *, error: BaseException | None = None) -> None:
         """Take no more samples on this rank: what is not leased goes back; nothing ends for the others. Idempotent."""

@@ -1,4 +1,4 @@
-"""A draft rank's end of the stream: what arrives, its leases, its rounds, and what it knows of dead owners."""
+"""A draft rank's end of the stream: what arrives, its leases and its rounds."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import logging
 import queue
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -29,27 +28,32 @@ from nccl_stream.coordination.messages import (
     StopRequest,
 )
 from nccl_stream.coordination.node import Node
-from nccl_stream.coordination.obituaries import Obituaries
-from nccl_stream.coordination.rounds import EndDecision, Rounds
+from nccl_stream.coordination.rounds import EndDecision, Rounds, end_key, read_end, write_end
+from nccl_stream.coordination.stream_intake import IncomingPiece, IncomingStream
+from nccl_stream.draft_leases import DraftLeases
 from nccl_stream.errors import (
     CapacityError,
+    ChecksumError,
     ConfigError,
-    LinkError,
     NcclStreamError,
     PeerLostError,
     ProducerFailedError,
     RefError,
-    SampleNotFoundError,
     SamplesLostError,
     SlotsHeldError,
-    SpecMismatchError,
     VersionMismatchError,
     WireFormatError,
 )
-from nccl_stream.leases import FailOutcome, Lease, LeaseTable, VisibilityTimeout
+from nccl_stream.estates import Estates
+from nccl_stream.incoming import IncomingStreams
+from nccl_stream.leases import FailOutcome, Lease
 from nccl_stream.links import Links
 from nccl_stream.refs import SampleRef
+from nccl_stream.sample_stream import PieceReader
+from nccl_stream.side import Side, take_due
 from nccl_stream.stores.nccl import NcclFeatureStore, Received
+from nccl_stream.stores.pieces import window_bytes
+from nccl_stream.stores.tensors import checksum_of
 from nccl_stream.transport.arena import Arena
 from nccl_stream.wire_header import check_header, make_header
 
@@ -60,11 +64,12 @@ logger = logging.getLogger(__name__)
 FAILED_PREFIX = "failed: "
 
 
-class DraftSide:
-    """Wires intake, leases, rounds, links and arena of one draft rank; every method may be called from any thread.
+class DraftSide(Side):
+    """Wires intake, leases, rounds, links and arena of one draft rank; see :class:`Side` for locks and threads."""
 
-    One condition guards the state machines. Node, link and janitor threads take it for moments.
-    """
+    arena: Arena
+    leases: DraftLeases
+    estates: Estates
 
     def __init__(
         self,
@@ -76,49 +81,48 @@ class DraftSide:
         restart_timeout: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.config = config
-        self.cond = threading.Condition()
+        super().__init__(config, restart_timeout=restart_timeout, clock=clock)
         self._rank = rank
         self._num_targets = num_targets
         self._num_drafts = num_drafts
-        self._restart_timeout = restart_timeout
-        self._clock = clock
         self.intake = DraftIntake(
             self, rank=rank, num_targets=num_targets, num_drafts=num_drafts, static=config.assignment == "static"
         )
-        self.table = LeaseTable(visibility_timeout=VisibilityTimeout(config.lease), max_redeliveries=None, clock=clock)
+        self.streams = IncomingStreams(self, self.intake, later=self._later)
         self.rounds: Rounds | None = None
         self.cohort = ""
-        self.handed = 0
         self.padded = 0
-        self.late_settles = 0
         self.waited_s = 0.0
         self.template: SampleRef | None = None
-        self._local_redeliveries: Counter[tuple[str, str]] = Counter()
         self._targets: dict[int, str] = {}
         self._restarts: dict[str, float] = {}
         self._ended_drafts: dict[str, float] = {}
         self._early_haves: list[tuple[str, Have]] = []
         self._left: set[str] = set()
-        self._stop_reason = ""
         self._blocked_since: float | None = None
-        self._fatal: NcclStreamError | None = None
-        self._error_raised: NcclStreamError | None = None
         self._cleaned = False
-        self.obituaries = Obituaries()
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._tasks: list[Callable[[ControlStore], None]] = []
-        self.on_lost: Callable[[tuple[str, ...]], None] | None = None
         self._janitor = threading.Thread(target=self._tidy, name="nccl-stream-janitor", daemon=True)
-        self.node: Node
-        self.links: Links
-        self.store: NcclFeatureStore
-        self.arena: Arena
 
     def wire(self, node: Node, links: Links, store: NcclFeatureStore, arena: Arena) -> None:
         """Second half of construction: the parts that need this one."""
         self.node, self.links, self.store, self.arena = node, links, store, arena
+        self.estates = Estates(self.cond, node, self.intake, later=self._later, on_read=self._changed)
+        self.leases = DraftLeases(
+            self.intake,
+            lease=self.config.lease,
+            max_failures=self.config.max_failures,
+            on_outcome=self.estates.outcome,
+            clock=self._clock,
+        )
+        self.streams.wire(store, links, self.leases)
         self._janitor.start()
+
+    # -- the janitor: what may not be done where it is found out -------------------------------------------------------
+
+    def _later(self, job: Callable[[], None]) -> None:
+        """Have the janitor do a job; from anywhere, even a finalizer."""
+        self._jobs.put(job)
 
     def memory_freed(self) -> None:
         """The arena's callback; may run inside a finalizer, so it only leaves a note for the janitor."""
@@ -134,6 +138,7 @@ class DraftSide:
     def _grant(self) -> None:
         self.store.collect_dropped()
         with self.cond:
+            self.streams.memory_came_back()
             self.intake.grant()
             self._changed()
 
@@ -151,17 +156,21 @@ class DraftSide:
     def check(self, owner: str, ref: SampleRef) -> int:
         if not ref.store_uri.endswith(f"/{owner}"):
             raise RefError(f"sample {ref.sample_id!r} is announced by {owner} but belongs to {ref.store_uri!r}")
-        nbytes = sum(spec.nbytes for spec in ref.feature_specs.values())
+        if ref.stream is None:
+            nbytes = sum(spec.nbytes for spec in ref.feature_specs.values())
+            slot_bytes = self.store.layout_of(ref.feature_specs).total_bytes
+        else:
+            nbytes = window_bytes(ref.feature_specs, ref.stream)
+            slot_bytes = self.streams.windows(ref).total_bytes
         if nbytes != ref.estimated_bytes:
             raise RefError(f"sample {ref.sample_id!r}: estimated_bytes={ref.estimated_bytes}, its specs make {nbytes}")
-        layout = self.store.layout_of(ref.feature_specs)
-        if layout.total_bytes > self.arena.capacity_bytes or nbytes > self.config.max_sample_bytes:
+        if slot_bytes > self.arena.capacity_bytes or nbytes > self.config.max_sample_bytes:
             raise CapacityError(
-                f"sample {ref.sample_id!r} needs {layout.total_bytes} bytes, this rank takes samples of up to "
+                f"sample {ref.sample_id!r} needs {slot_bytes} bytes, this rank takes samples of up to "
                 f"{self.config.max_sample_bytes} bytes in an arena of {self.arena.capacity_bytes}",
                 can_wait=False,
             )
-        return layout.total_bytes
+        return slot_bytes
 
     def reserve(self, nbytes: int, label: str) -> Any | None:
         return self.arena.reserve(nbytes, label)
@@ -180,21 +189,34 @@ class DraftSide:
             self._transfer_over(delivery, ok=False)
 
     def yielded(self, delivery: Delivery) -> None:
-        self.table.put(delivery.ref)
+        self.leases.put(delivery)
         if self.template is None:
             self.template = delivery.ref
 
     def free(self, delivery: Delivery) -> None:
-        self._local_redeliveries.pop(delivery.key, None)
-        delivery.slot.settle()
+        self.leases.forget(delivery)
+        if delivery.stream is None:
+            delivery.slot.settle()
+        else:
+            self.streams.close_window(delivery.stream)
+
+    def open_window(self, delivery: Delivery) -> Any:
+        return self.streams.open_window(delivery)
+
+    def piece_slot(self, stream: IncomingStream) -> Any | None:
+        return self.streams.piece_slot(stream)
+
+    def receive_piece(self, piece: IncomingPiece) -> None:
+        self.streams.receive(piece)
+
+    def free_piece(self, piece: IncomingPiece) -> None:
+        self.streams.free(piece)
 
     def propose_end(self, decision: EndDecision) -> None:
-        self._tasks.append(lambda documents: self._write_end(documents, decision))
-        self.node.wake()
+        self._defer(lambda documents: self._write_end(documents, decision))
 
     def find_end(self) -> None:
-        self._tasks.append(self._find_end)
-        self.node.wake()
+        self._defer(self._find_end)
 
     # -- LinkOwner -----------------------------------------------------------------------------------------------------
 
@@ -209,33 +231,58 @@ class DraftSide:
             self._changed()
 
     def transfer_done(self, token: object) -> None:
+        if isinstance(token, IncomingPiece):
+            self.streams.transfer_done(token)
+            return
         assert isinstance(token, Delivery)
         layout = self.store.layout_of(token.ref.feature_specs)
         expected = make_header(
             token.owner, token.sample_id, gen=token.gen, seq=token.seq, serial=token.serial, delivery=token.number
         )
+        verify, fault = self.config.verify_checksums, ""
         try:
             token.slot.record_ready(self.links.stream(token.owner, token.gen))
-            check_header(layout.read_header(token.slot.buffer), expected, f"sample {token.sample_id!r}")
-        except (LinkError, WireFormatError) as exc:
+            header = layout.read_header(token.slot.buffer)
+            checksum = check_header(header, expected, f"sample {token.sample_id!r}", checksummed=verify)
+            if checksum is not None:
+                self._check_bytes(token, checksum)
+        except ChecksumError as exc:
+            logger.error("%s: %s", self.node.inc, exc)
+            fault = f"ChecksumError: {exc}"
+        except (RuntimeError, WireFormatError) as exc:  # not only a LinkError: on a GPU the look may fail itself
             logger.error("%s: %s", self.node.inc, exc)
             self.links.break_link(token.owner, token.gen, str(exc))
             with self.cond:
                 self._transfer_over(token, ok=False)
             return
         with self.cond:
-            self._transfer_over(token, ok=True)
+            self._transfer_over(token, ok=True, fault=fault)
+
+    def _check_bytes(self, delivery: Delivery, expected: int) -> None:
+        views = self.store.layout_of(delivery.ref.feature_specs).views(delivery.slot.buffer)
+        found = checksum_of(views.values())
+        if found != expected:
+            raise ChecksumError(
+                f"sample {delivery.sample_id!r} of {delivery.owner}, delivery {delivery.number}: its owner computed "
+                f"CRC-32C {expected:08x}, what arrived has {found:08x}. Its bytes were changed in the owner's memory "
+                "(a donated tensor that was written to?) or on the way."
+            )
 
     def transfers_failed(self, inc: str, gen: int, tokens: list[object]) -> None:
         with self.cond:
             self.intake.link_down(inc, gen)
             for token in tokens:
-                assert isinstance(token, Delivery)
-                self._transfer_over(token, ok=False)
+                if isinstance(token, IncomingPiece):
+                    self.streams.transfer_over(token, ok=False)
+                else:
+                    assert isinstance(token, Delivery)
+                    self._transfer_over(token, ok=False)
+            self._changed()
 
-    def _transfer_over(self, delivery: Delivery, *, ok: bool) -> None:
+    def _transfer_over(self, delivery: Delivery, *, ok: bool, fault: str = "") -> None:
         delivery.slot.end_transfer()
-        self.intake.transfer_over(delivery, ok=ok)
+        last = delivery.failures >= self.config.max_failures
+        self.intake.transfer_over(delivery, ok=ok, fault=fault, last=last)
         self._changed()
 
     def link_given_up(self, member: Member, error: Exception) -> None:
@@ -261,10 +308,7 @@ class DraftSide:
         if member.role == "target":
             with self.cond:
                 self.intake.owner_gone(member.inc, kind)
-                if kind != "left":
-                    reason = "" if member.gone is None else member.gone.reason
-                    heirs = [draft.inc for draft in self.node.alive("draft")]
-                    self.obituaries.died(member.inc, member.label, kind, reason, heirs)
+                self.estates.owner_gone(member)
             self.links.remove(member.inc)
         with self.cond:
             if member.role == "draft":
@@ -299,63 +343,48 @@ class DraftSide:
             elif isinstance(message, Go) and self.rounds is not None:
                 self.rounds.on_go(inc, message)
             elif isinstance(message, End):
-                self._tasks.append(self._read_end)
+                self._defer(self._read_end)
             elif isinstance(message, Leaving):
                 self._left.add(inc)
                 if self.rounds is not None:
                     self.rounds.member_gone(inc, awaited=False)
             elif isinstance(message, StopRequest):
-                self._stop_reason = self._stop_reason or message.reason or "asked to stop"
+                self.stop(message.reason or "asked to stop")
             elif isinstance(message, Estate):
-                self.obituaries.heard(inc, message)
+                self.estates.heard(inc, message)
             elif isinstance(message, Obituary):
-                self._tasks.append(lambda documents: self._read_obituary(documents, message.owner))
+                self._defer(lambda documents: self.estates.read(documents, message.owner))
+            else:
+                self.streams.heard(inc, message)
             self._changed()
         self.node.wake()
-
-    def on_fatal(self, error: NcclStreamError) -> None:
-        with self.cond:
-            if self._fatal is None:
-                self._fatal = error
-            self.cond.notify_all()
-        self.links.abort_all()
 
     def on_tick(self, documents: ControlStore) -> None:
         now = self._clock()
         with self.cond:
-            for inc in [inc for inc, until in self._restarts.items() if until <= now]:
-                del self._restarts[inc]
+            for inc in take_due(self._restarts, now):
                 if self.rounds is not None:
                     self.rounds.member_gone(inc, awaited=False)
-            for inc in [inc for inc, until in self._ended_drafts.items() if until <= now]:
-                del self._ended_drafts[inc]
+            for inc in take_due(self._ended_drafts, now):
                 self.intake.draft_forgotten(inc)
-            self._expire()
+            self.leases.expire()
             self._decline_hoard()
-            self._tell_estates()
+            self.estates.tell()
             self._changed()
-            tasks, self._tasks = self._tasks, []
-            leading = self._leads()
-            alive = [member.inc for member in self.node.alive("draft")]
-        for task in tasks:
-            try:
-                task(documents)
-            except WireFormatError as exc:
-                logger.warning("%s: ignored a damaged document: %s", self.node.inc, exc)
-        if leading:
-            for owner in self.obituaries.complete(alive):
-                self._write_obituary(documents, owner)
+        self._run_tasks(documents)
+        self.estates.close_books(documents)
 
     def status(self) -> dict[str, Any]:
         with self.cond:
             return {
                 "role": "draft",
                 "rank": self._rank,
-                "handed": self.handed,
-                "acked": self.table.counts.acked,
+                "handed": self.leases.handed,
+                "acked": self.leases.table.counts.acked,
                 "bytes": self.intake.statistics.bytes_received,
+                "checksum_failures": self.intake.statistics.faulty,
                 "waited_s": round(self.waited_s, 6),
-                "posthumous": self.obituaries.posthumous(),
+                "posthumous": self.estates.posthumous(),
             }
 
     # -- rounds --------------------------------------------------------------------------------------------------------
@@ -383,19 +412,14 @@ class DraftSide:
             self._changed()
 
     def _write_end(self, documents: ControlStore, decision: EndDecision) -> None:
-        documents.compare_set(f"cohort/{self.cohort}/end", None, decision.to_wire())
+        write_end(documents, self.cohort, decision)
         self._read_end(documents)
-        self._tell_end()
-
-    def _tell_end(self) -> None:
-        for member in self.node.members():
-            if member.gone is None and member.inc != self.node.inc:
-                self.node.send(member.inc, End(self.cohort))
+        self.tell_all(End(self.cohort))
 
     def _find_end(self, documents: ControlStore) -> None:
-        if documents.get(f"cohort/{self.cohort}/end") is not None:
+        if documents.get(end_key(self.cohort)) is not None:
             self._read_end(documents)
-            self._tell_end()
+            self.tell_all(End(self.cohort))
             return
         with self.cond:
             if self.rounds is not None:
@@ -403,10 +427,8 @@ class DraftSide:
             self._changed()
 
     def _read_end(self, documents: ControlStore) -> None:
-        try:
-            decision = EndDecision.from_wire(documents.get(f"cohort/{self.cohort}/end"))
-        except WireFormatError as exc:
-            logger.warning("ignored a damaged end of cohort %s: %s", self.cohort, exc)
+        decision = read_end(documents, self.cohort)
+        if decision is None:
             return
         with self.cond:
             if self.template is None and self.config.end == "pad":
@@ -431,15 +453,15 @@ class DraftSide:
     def _changed(self) -> None:
         if self.rounds is not None and self.rounds.end is None:
             self.rounds.update(
-                handed=self.handed,
-                pending=self.table.pending_count,
-                drained=self._all_targets_known() and self.intake.drained() and not self.obituaries.any_unread,
+                handed=self.leases.handed,
+                pending=self.leases.table.pending_count,
+                drained=self._all_targets_known() and self.intake.drained() and not self.estates.any_unread,
                 stop=bool(self._stop_reason),
                 error=self._peer_error(),
             )
         blocked = self.intake.blocked is not None
         self._blocked_since = (self._blocked_since or self._clock()) if blocked else None
-        if blocked and self.table.is_empty:
+        if blocked and self.leases.table.is_empty:
             self.intake.relax_order()
         self.cond.notify_all()
 
@@ -452,7 +474,8 @@ class DraftSide:
         rounds, since = self.rounds, self._blocked_since
         if rounds is None or rounds.end is not None or since is None or self.config.assignment == "static":
             return
-        waits = self.handed >= rounds.samples_released() and self.table.pending_count >= self.config.samples_per_round
+        waiting = self.leases.table.pending_count
+        waits = self.leases.handed >= rounds.samples_released() and waiting >= self.config.samples_per_round
         if waits and self._clock() - since >= self.config.heartbeat:
             self._blocked_since = None
             self.intake.decline("no memory here, and others wait for samples")
@@ -464,154 +487,64 @@ class DraftSide:
         """What went wrong on the target side, once everything that could still be used has arrived; "" if nothing."""
         for inc, error in self.intake.owner_errors():
             return f"{FAILED_PREFIX}{inc}: {error}"
-        failed = self.obituaries.failed()
+        failed = self.estates.failed()
         if failed:
             return f"{FAILED_PREFIX}{failed}"
-        unclean = [inc for inc in self.obituaries.died_owners() if not self._died_settled(inc)]
-        if not unclean or any(inc not in self.obituaries.documents() for inc in unclean):
-            return ""
+        loss = self.estates.loss()
         nobody_left = self._all_targets_known() and not self.intake.serving_owners() and self.intake.drained()
-        return self.obituaries.describe() if nobody_left or self.config.on_loss == "raise" else ""
-
-    def _died_settled(self, inc: str) -> bool:
-        """Whether a dead owner had said that it puts nothing more, and nothing of it is lost."""
-        document = self.obituaries.documents().get(inc)
-        return self.intake.was_closed(inc) and document is not None and document["lost"] == 0
-
-    def _leads(self) -> bool:
-        alive = self.node.alive("draft")
-        return bool(alive) and alive[0].inc == self.node.inc
-
-    # -- the owners' estates -------------------------------------------------------------------------------------------
-
-    def _tell_estates(self) -> None:
-        for owner in self.obituaries.untold():
-            if self.intake.in_transfer(owner):
-                continue
-            estate = self.obituaries.estate(owner, *self.intake.estate(owner))
-            self.obituaries.told(owner)
-            self.obituaries.heard(self.node.inc, estate)
-            for draft in self.node.alive("draft"):
-                if draft.inc != self.node.inc:
-                    self.node.send(draft.inc, estate)
-
-    def _write_obituary(self, documents: ControlStore, owner: str) -> None:
-        with self.cond:
-            document = self.obituaries.compose(documents, owner)
-        documents.compare_set(f"obituary/{owner}", None, document)
-        self._read_obituary(documents, owner)
-        for member in self.node.members():
-            if member.gone is None and member.inc != self.node.inc:
-                self.node.send(member.inc, Obituary(owner))
-
-    def _read_obituary(self, documents: ControlStore, owner: str) -> None:
-        with self.cond:
-            lost = self.obituaries.read(owner, documents.get(f"obituary/{owner}"))
-            self._changed()
-        if lost:
-            self._report_lost(owner, lost)
-
-    def _report_lost(self, owner: str, lost: tuple[str, ...]) -> None:
-        logger.error("%s: %d samples died with %s: %s", self.node.inc, len(lost), owner, ", ".join(lost[:10]))
-        callback = self.on_lost
-        if callback is not None:
-            try:
-                callback(lost)
-            except Exception:
-                logger.exception("the on_lost callback raised")
-
-    def _let_go(self, delivery: Delivery, *, dropped: bool = False) -> None:
-        """A sample goes back, or is left over at an agreed end; when its owner is dead, nobody else can have it."""
-        of_estate = self.obituaries.outcome(delivery.owner, "dropped" if dropped else "lost")
-        if of_estate and not dropped:
-            self._jobs.put(lambda: self._report_lost(delivery.owner, (delivery.sample_id,)))
+        return loss if nobody_left or self.config.on_loss == "raise" else ""
 
     # -- leases --------------------------------------------------------------------------------------------------------
 
     def open_sample(self, ref: SampleRef) -> Received:
         """Inbound: hold the slot of a delivered sample."""
         with self.cond:
-            delivery = self.intake.held.get((ref.store_uri, ref.sample_id))
-            if delivery is None:
-                raise SampleNotFoundError(
-                    f"sample {ref.sample_id!r} of {ref.store_uri!r} is not here: it was acked, handed back, or never "
-                    "leased on this rank"
-                )
-            if delivery.ref.feature_specs != ref.feature_specs:
-                raise SpecMismatchError(
-                    f"sample {ref.sample_id!r}: the ref's specs are not those of what was delivered"
-                )
-            delivery.touched = True
+            delivery = self.leases.open(ref)
             delivery.slot.hold()
             return Received(delivery.slot, self.store.layout_of(ref.feature_specs))
 
+    def open_reader(self, ref: SampleRef) -> PieceReader:
+        """Inbound: begin to read a leased streamed sample."""
+        with self.cond:
+            return self.streams.open_reader(self.leases.open(ref))
+
     def try_acquire(self, owner: str) -> Lease | None:
         """Lease the next sample if its round has been released; the lock is held."""
-        self._expire()
-        if self.rounds is not None or self.config.end != "ragged":
-            released = 0 if self.rounds is None else self.rounds.samples_released()
-            if self.handed >= released:
-                return None
-        lease = self.table.acquire(owner)
+        self.leases.expire()
+        if self.config.end != "ragged" and self.leases.handed >= self._samples_released():
+            return None
+        lease = self.leases.acquire(owner)
         if lease is not None:
-            self.handed += 1
             self._changed()
         return lease
 
     def ack(self, lease: Lease) -> bool:
         """The sample was consumed; False when the lease is not live."""
         with self.cond:
-            if not self.table.ack(lease):
-                return False
-            key = (lease.ref.store_uri, lease.ref.sample_id)
-            delivery = self.intake.settle(key, "ack")
-            if delivery is not None:
-                self.obituaries.outcome(delivery.owner, "acked")
+            was_live = self.leases.ack(lease)
             self._changed()
-            return True
+            return was_live
 
-    def fail(self, lease: Lease, reason: str) -> FailOutcome:
+    def fail(self, lease: Lease, reason: str, *, final: bool = False) -> FailOutcome:
         """Return a sample: locally while nobody touched its bytes, else to its owner, which delivers it anew."""
         with self.cond:
-            outcome = self.table.fail(lease, reason)
-            if outcome is not FailOutcome.STALE:
-                self._after_fail(lease.ref, reason)
+            outcome = self.leases.fail(lease, reason, final=final)
             self._changed()
             return outcome
 
     def hand_back(self, lease: Lease) -> bool:
         """Give a lease back without counting a delivery; False when it is not live."""
         with self.cond:
-            if not self.table.hand_back(lease):
-                return False
-            delivery = self.intake.held.get((lease.ref.store_uri, lease.ref.sample_id))
-            self.handed -= 1
-            if delivery is not None and delivery.touched:
-                self.handed += 1
-                self._return(delivery, "back", 0, "handed back")
+            was_live = self.leases.hand_back(lease)
             self._changed()
-            return True
+            return was_live
 
-    def _after_fail(self, ref: SampleRef, reason: str) -> None:
-        key = (ref.store_uri, ref.sample_id)
-        delivery = self.intake.held.get(key)
-        if delivery is None:
-            return
-        self._local_redeliveries[key] += 1
-        failures = self._local_redeliveries[key]
-        if delivery.touched or delivery.failures + failures > self.config.max_failures:
-            self._return(delivery, "fail", failures, reason)
-
-    def _return(self, delivery: Delivery, outcome: str, failures: int, reason: str) -> None:
-        """Give a pending delivery back to its owner; if that is dead, the sample is lost."""
-        self.table.remove(delivery.key)
-        self.intake.settle(delivery.key, outcome, failures, reason)
-        self._let_go(delivery)
-
-    def _expire(self) -> None:
-        for lease in self.table.expire():
-            logger.warning("the lease of sample %s held by %s expired", lease.ref.sample_id, lease.owner)
-            self._after_fail(lease.ref, "lease expired")
+    def reclaim_expired(self) -> int:
+        """Take the samples of expired leases back; returns how many there were."""
+        with self.cond:
+            count = self.leases.expire()
+            self._changed()
+            return count
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
@@ -619,18 +552,23 @@ class DraftSide:
     def finished(self) -> bool:
         """Whether no lease will be handed out any more; the lock is held."""
         if self.config.end == "ragged":
+            nothing_waits = self.leases.table.pending_count == 0
             if self._stop_reason or self._peer_error():
-                return self.table.pending_count == 0 or bool(self._stop_reason)
-            settled = self._all_targets_known() and self.intake.all_settled() and not self.obituaries.any_unread
-            return settled and self.table.pending_count == 0
+                return nothing_waits or bool(self._stop_reason)
+            return (
+                nothing_waits
+                and self._all_targets_known()
+                and self.intake.all_settled()
+                and not self.estates.any_unread
+            )
         if self.rounds is None or self.rounds.end is None:
             return False
-        released = self.rounds.samples_released()
-        return self.handed + self.padded >= released or (self._short() and self.config.end != "pad")
+        # After the agreed end nothing may be here though the round wants more: a sample of the last round was failed.
+        short = self.leases.table.is_empty and self.config.end != "pad"
+        return short or self.leases.handed + self.padded >= self._samples_released()
 
-    def _short(self) -> bool:
-        """After the agreed end nothing is here though the round wants more: a sample of the last round was failed."""
-        return self.table.is_empty
+    def _samples_released(self) -> int:
+        return 0 if self.rounds is None else self.rounds.samples_released()
 
     @property
     def needs_padding(self) -> bool:
@@ -640,8 +578,8 @@ class DraftSide:
             and self.rounds is not None
             and self.rounds.end is not None
             and not self.rounds.end.error
-            and self.table.pending_count == 0
-            and self.handed + self.padded < self.rounds.samples_released()
+            and self.leases.table.pending_count == 0
+            and self.leases.handed + self.padded < self._samples_released()
         )
 
     def end_error(self) -> NcclStreamError | None:
@@ -654,7 +592,7 @@ class DraftSide:
             return None
         if text.startswith(FAILED_PREFIX):
             return ProducerFailedError(f"the target side failed: {text[len(FAILED_PREFIX) :]}")
-        lost = self.obituaries.lost_ids()
+        lost = self.estates.lost_ids()
         return SamplesLostError(text, lost) if lost else PeerLostError(text)
 
     def clean_up(self) -> None:
@@ -663,14 +601,8 @@ class DraftSide:
             return
         self._cleaned = True
         end = None if self.rounds is None else self.rounds.end
-        outcome = "drop" if end is not None and not end.error and not end.stopped else "back"
         self.intake.stop("this rank takes nothing more")
-        for ref in list(self.table.pending_refs()):
-            key = (ref.store_uri, ref.sample_id)
-            self.table.remove(key)
-            delivery = self.intake.settle(key, outcome, 0, "left over at the end")
-            if delivery is not None:
-                self._let_go(delivery, dropped=outcome == "drop")
+        self.leases.clear_pending(drop=end is not None and not end.error and not end.stopped)
 
     def leave_rounds(self) -> None:
         """Take nothing more: hand back what is not leased and tell everybody. Idempotent."""
@@ -681,25 +613,18 @@ class DraftSide:
             self.clean_up()
             self.cond.notify_all()
         if not already:
-            for member in self.node.members():
-                if member.gone is None and member.inc != self.node.inc:
-                    self.node.send(member.inc, Leaving(self.cohort))
+            self.tell_all(Leaving(self.cohort))
 
     def return_leases(self) -> None:
         """Hand back what is still leased; the rank is leaving."""
         with self.cond:
-            for lease in list(self.table.leases()):
-                self.hand_back(lease)
-            for key in list(self.intake.held):
-                self.table.remove(key)
-                delivery = self.intake.settle(key, "back", 0, "the draft left")
-                if delivery is not None:
-                    self._let_go(delivery)
+            self.leases.return_all()
+            self._changed()
 
     def check_held(self) -> None:
         """Raise when user references have kept all memory for longer than ``held_timeout``; the lock is held."""
         since = self._blocked_since
-        if since is None or not self.table.is_empty or self._clock() - since < self.config.held_timeout:
+        if since is None or not self.leases.table.is_empty or self._clock() - since < self.config.held_timeout:
             return
         if any(self.intake.in_transfer(inc) for inc in self._targets.values()):
             return
@@ -708,12 +633,3 @@ class DraftSide:
             f"no receive memory for {self.config.held_timeout:.0f} s: all of it is held by tensors of earlier samples "
             f"({holders}). Drop them, clone what you keep, or raise arena_bytes."
         )
-
-    def stop(self, reason: str) -> None:
-        """Ask for a stop at the next agreed round; the lock is held."""
-        self._stop_reason = self._stop_reason or reason
-        self._changed()
-
-    def raise_if_fatal(self) -> None:
-        if self._fatal is not None:
-            raise self._fatal

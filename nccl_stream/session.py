@@ -41,6 +41,7 @@ from nccl_stream.prompts import shard_prompts
 from nccl_stream.sharing import SharedTensors
 from nccl_stream.statistics import StreamStatistics, read_statistics
 from nccl_stream.stores.nccl import NcclFeatureStore, OwnedBytes
+from nccl_stream.stores.owned_pieces import OwnedPieces
 from nccl_stream.stores.residency import Residency
 from nccl_stream.target_side import TargetQueue, TargetSide
 from nccl_stream.transport.arena import Arena
@@ -98,7 +99,7 @@ def connect(
         num_targets: target ranks of the run.
         num_drafts: draft ranks of the run; in one launch what is left.
         target_ranks: global ranks that are targets, in one launch.
-        config: the same on all ranks except for what is a rank's own (memory sizes, device index).
+        config: the same on all ranks except for what is a rank's own (memory sizes, device index, patience).
 
     Raises:
         ConfigError: (``ValueError``) roles, counts or sizes that cannot work, or that ranks disagree on.
@@ -365,7 +366,7 @@ class Stream:
             )
         self._arena = Arena(config.max_bytes + config.slot_bytes(), self.device)
         window = self._place.num_drafts * config.samples_per_round
-        residency: Residency[OwnedBytes] = Residency(
+        residency: Residency[OwnedBytes | OwnedPieces] = Residency(
             # A draft that lacks samples may always be given a round, whatever the others hold: see room_for().
             max_samples=None if config.max_samples is None else config.max_samples + window,
             max_bytes=config.max_bytes + window * config.max_sample_bytes,
@@ -385,6 +386,8 @@ class Stream:
             soft_cap_samples=config.max_samples,
             starving=side.starving,
             check_finite=config.check_finite,
+            outbound=side.streams,
+            checksums=config.verify_checksums,
         )
 
     # -- joining -----------------------------------------------------------------------------------------------------
@@ -582,14 +585,15 @@ class Stream:
             return read_statistics(None, self._side)
 
     def on_lost(self, callback: Callable[[tuple[str, ...]], None]) -> None:
-        """Call ``callback`` with the ids of samples that died with their owner, on a thread of the package. Draft side.
+        """Call ``callback`` with the ids of samples that are lost, to be produced again, on a thread of the package.
 
-        Raises:
-            MisuseError: this is a target rank.
+        On a draft rank: those that died with their owner. On a target rank: its streamed samples that broke off, or
+        whose reader died, stopped or failed after it had given pieces back, and that were not retained.
         """
-        if not isinstance(self._side, DraftSide):
-            raise MisuseError("on_lost() is for draft ranks")
-        self._side.on_lost = callback
+        if isinstance(self._side, DraftSide):
+            self._side.estates.on_lost = callback
+        else:
+            self._side.streams.on_lost = callback
 
     def dead_letters(self) -> list[Any]:
         """Samples of this target whose retry budget is spent; empty on a draft."""
@@ -599,9 +603,7 @@ class Stream:
         """Stop all ranks at the next agreed round. Prefetched samples go back without counting. Does not wait."""
         with self._side.cond:
             self._side.stop(reason)
-        for member in self._node.members():
-            if member.gone is None and member.inc != self._node.inc:
-                self._node.send(member.inc, StopRequest(reason[:1000]))
+        self._side.tell_all(StopRequest(reason[:1000]))
         self._node.wake()
 
     def handle_signals(self, signals: Sequence[int] = (signal.SIGTERM,)) -> None:
@@ -672,7 +674,9 @@ class Stream:
             self._leave("failed", exc)
 
     def _leave(self, kind: str, exc: BaseException | None) -> None:
-        self._node.leave(kind, "" if exc is None else f"{type(exc).__name__}: {exc}")
+        # A peer that does not confirm is slow, and its samples would come twice if we went; or dead, and soon buried.
+        patience = self.config.death_timeout if exc is None else CLOSE_S
+        self._node.leave(kind, "" if exc is None else f"{type(exc).__name__}: {exc}", timeout=patience)
         if exc is None and self._place.hosts_store:
             # Without torchrun's agent the first rank keeps the store: it goes last.
             self._node.wait_alone(self.config.death_timeout)
@@ -696,6 +700,8 @@ class Stream:
             logger.error("threads that could not be joined are left behind: %s", ", ".join(left))
 
 
-def _free_owned(owned: OwnedBytes) -> None:
-    if owned.slot is not None:
+def _free_owned(owned: OwnedBytes | OwnedPieces) -> None:
+    if isinstance(owned, OwnedPieces):
+        owned.close()
+    elif owned.slot is not None:
         owned.slot.settle()

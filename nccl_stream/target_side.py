@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
@@ -27,21 +26,22 @@ from nccl_stream.coordination.messages import (
     StopRequest,
 )
 from nccl_stream.coordination.node import Node
-from nccl_stream.coordination.rounds import EndDecision
+from nccl_stream.coordination.rounds import EndDecision, read_end
 from nccl_stream.errors import (
     ClosedError,
     ConfigError,
     MisuseError,
-    NcclStreamError,
     PeerLostError,
     VersionMismatchError,
-    WireFormatError,
 )
 from nccl_stream.leases import Lease
 from nccl_stream.links import Links
+from nccl_stream.outgoing import OutgoingStreams, PieceSending
 from nccl_stream.refs import SampleRef
+from nccl_stream.side import Side, take_due
 from nccl_stream.store import StoreHandle, StoreHealth
 from nccl_stream.stores.nccl import NcclFeatureStore, OwnedBytes
+from nccl_stream.stores.owned_pieces import OwnedPieces
 from nccl_stream.watermarks import WatermarkGate
 from nccl_stream.wire_header import make_header
 
@@ -64,11 +64,8 @@ class _Sending:
     nbytes: int
 
 
-class TargetSide:
-    """Wires delivery, journal, links and store of one target rank; every method may be called from any thread.
-
-    One condition guards the state machines. Node and link callbacks take it for moments; nothing blocks under it.
-    """
+class TargetSide(Side):
+    """Wires delivery, journal, links and store of one target rank; see :class:`Side` for locks and threads."""
 
     def __init__(
         self,
@@ -80,8 +77,7 @@ class TargetSide:
         restart_timeout: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.config = config
-        self.cond = threading.Condition()
+        super().__init__(config, restart_timeout=restart_timeout, clock=clock)
         self._linked = config.linked_drafts(target_rank, num_drafts)
         self.delivery = OwnerDelivery(
             self,
@@ -94,23 +90,16 @@ class TargetSide:
             abreast=None if config.end == "ragged" else config.samples_per_round,
             prefer=target_rank,
         )
+        self.streams = OutgoingStreams(self, self.delivery, self._transfer_refused)
         self._rank = target_rank
         self._num_targets = num_targets
-        self._restart_timeout = restart_timeout
-        self._clock = clock
-        self._pinned: dict[str, tuple[OwnedBytes, StoreHandle]] = {}
+        self._pinned: dict[str, tuple[OwnedBytes | OwnedPieces, StoreHandle]] = {}
         self._recent: OrderedDict[str, None] = OrderedDict()
         self._orders: dict[str, int] = {}
         self._num_offered = 0
         self._restarts: dict[int, float] = {}
-        self._tasks: list[Callable[[ControlStore], None]] = []
-        self._fatal: NcclStreamError | None = None
-        self._stop_reason = ""
         self.end: EndDecision | None = None
         self.paused_s = 0.0
-        self.node: Node
-        self.links: Links
-        self.store: NcclFeatureStore
         self._journal: Journal
 
     def wire(self, node: Node, links: Links, store: NcclFeatureStore) -> None:
@@ -144,20 +133,24 @@ class TargetSide:
             owned, handle = self.store.pin(ref)
             if self._num_offered == 0 and self.config.end == "pad":
                 template = ref.to_wire()
-                self._tasks.append(lambda documents: documents.set("template", template))
+                self._defer(lambda documents: documents.set("template", template))
             self._pinned[ref.sample_id] = (owned, handle)
             order = self._orders.pop(ref.sample_id, self._num_offered * self._num_targets + self._rank)
             self._num_offered += 1
             self._journal.opened(ref.sample_id)
-            self.delivery.offer(ref.sample_id, ref.to_wire(), owned.layout.total_bytes, order)
-            self.cond.notify_all()
+            if isinstance(owned, OwnedPieces):
+                self.streams.offered(owned)
+                self.delivery.offer(ref.sample_id, ref.to_wire(), owned.nbytes, order, owned.stream)
+            else:
+                self.delivery.offer(ref.sample_id, ref.to_wire(), owned.layout.total_bytes, order)
+            self._changed()
         self.node.wake()
 
     def close_queue(self, error: BaseException | None = None) -> None:
         with self.cond:
             if not self.delivery.closed or error is not None:
                 self.delivery.close("" if error is None else f"{type(error).__name__}: {error}"[:4000])
-            self.cond.notify_all()
+            self._changed()
 
     def check_open(self) -> None:
         """Raise why nothing may be put any more; the lock is held."""
@@ -175,15 +168,6 @@ class TargetSide:
         with self.cond:
             return self.end is not None or bool(self._stop_reason) or not self.delivery.anybody_left
 
-    def stop(self, reason: str) -> None:
-        """Take no more puts; the lock is held."""
-        self._stop_reason = self._stop_reason or reason
-        self.cond.notify_all()
-
-    def raise_if_fatal(self) -> None:
-        if self._fatal is not None:
-            raise self._fatal
-
     def starving(self) -> bool:
         with self.cond:
             return self.delivery.starving()
@@ -195,49 +179,72 @@ class TargetSide:
 
     def transmit(self, draft: str, gen: int, seq: int, sample: OwnedSample) -> None:
         owned, _ = self._pinned[sample.sample_id]
+        assert isinstance(owned, OwnedBytes)
         header = make_header(
-            self.node.inc, sample.sample_id, gen=gen, seq=seq, serial=sample.serial, delivery=sample.delivery
+            self.node.inc,
+            sample.sample_id,
+            gen=gen,
+            seq=seq,
+            serial=sample.serial,
+            delivery=sample.delivery,
+            checksum=owned.checksum,
         )
         owned.layout.write_header(owned.buffer, header)
         token = _Sending(draft, gen, seq, sample.sample_id, sample.nbytes)
         if not self.links.send(draft, gen, token, owned.wire_buffers()):
-            self._tasks.append(lambda _: self.transfers_failed(draft, gen, [token]))
-            self.node.wake()
+            self._transfer_refused(draft, gen, token)
+
+    def _transfer_refused(self, draft: str, gen: int, token: object) -> None:
+        self._defer(lambda _: self.transfers_failed(draft, gen, [token]))
+
+    def transmit_piece(self, draft: str, gen: int, turn: int, sample: OwnedSample, piece: int) -> None:
+        self.streams.transmit(draft, gen, turn, sample, piece)
+
+    def pieces_gone(self, sample: OwnedSample, count: int) -> None:
+        self.streams.pieces_gone(sample, count)
 
     def settled(self, sample: OwnedSample) -> None:
-        _, handle = self._pinned.pop(sample.sample_id)
+        owned, handle = self._pinned.pop(sample.sample_id)
+        if isinstance(owned, OwnedPieces):
+            self.streams.settled(owned)
         self._recent[sample.sample_id] = None
         if len(self._recent) > REMEMBERED_IDS:
             self._recent.popitem(last=False)
         self._journal.settled(sample.sample_id, sample.outcome)
         self.store.unpin(handle)
-        self.cond.notify_all()
+        self._changed()
 
     # -- LinkOwner -----------------------------------------------------------------------------------------------------
 
     def link_up(self, inc: str, gen: int) -> None:
         with self.cond:
             self.delivery.link_up(inc, gen)
-            self.cond.notify_all()
+            self._changed()
 
     def link_down(self, inc: str, gen: int, reason: str) -> None:
         with self.cond:
             self.delivery.link_down(inc, gen)
-            self.cond.notify_all()
+            self._changed()
 
     def transfer_done(self, token: object) -> None:
-        assert isinstance(token, _Sending)
         with self.cond:
-            self.delivery.sent(token.draft, token.gen, token.seq, token.sample_id, token.nbytes)
-            self.cond.notify_all()
+            if isinstance(token, PieceSending):
+                self.streams.transfer_over(token, ok=True)
+            else:
+                assert isinstance(token, _Sending)
+                self.delivery.sent(token.draft, token.gen, token.seq, token.sample_id, token.nbytes)
+            self._changed()
 
     def transfers_failed(self, inc: str, gen: int, tokens: list[object]) -> None:
         with self.cond:
             for token in tokens:
-                assert isinstance(token, _Sending)
-                self.delivery.transfer_over(token.sample_id)
+                if isinstance(token, PieceSending):
+                    self.streams.transfer_over(token, ok=False)
+                else:
+                    assert isinstance(token, _Sending)
+                    self.delivery.transfer_over(token.sample_id)
             self.delivery.link_down(inc, gen)
-            self.cond.notify_all()
+            self._changed()
 
     def link_given_up(self, member: Member, error: Exception) -> None:
         if isinstance(error, VersionMismatchError | ConfigError):
@@ -264,7 +271,7 @@ class TargetSide:
             if awaited and not succeeded:
                 self._restarts[member.rank] = self._clock() + self._restart_timeout
             self.delivery.draft_gone(member.inc, awaited=awaited)
-            self.cond.notify_all()
+            self._changed()
         self.links.remove(member.inc)
 
     def on_message(self, sender: Member, message: Message) -> None:
@@ -272,14 +279,9 @@ class TargetSide:
         if isinstance(message, LinkFailed):
             self.links.peer_failed(inc, message.gen, message.reason)
             return
-        if isinstance(message, End):
-            with self.cond:
-                self._tasks.append(lambda documents: self._read_end(documents, message.cohort))
-            self.node.wake()
-            return
         with self.cond:
             if isinstance(message, Ready):
-                self.delivery.ready(inc, message.gen, message.seq)
+                self.delivery.ready(inc, message.gen, message.seq, message.turn)
             elif isinstance(message, Refuse):
                 self.delivery.refused(inc, message.gen, message.seq, message.reason, fault=message.fault)
             elif isinstance(message, Adopt):
@@ -289,43 +291,34 @@ class TargetSide:
             elif isinstance(message, Leaving):
                 self.delivery.draft_ended(inc)
             elif isinstance(message, StopRequest):
-                self._stop_reason = self._stop_reason or message.reason or "asked to stop"
-            self.cond.notify_all()
-
-    def on_fatal(self, error: NcclStreamError) -> None:
-        with self.cond:
-            if self._fatal is None:
-                self._fatal = error
-            self.cond.notify_all()
-        self.links.abort_all()
+                self.stop(message.reason or "asked to stop")
+            elif isinstance(message, End):
+                self._defer(lambda documents: self._read_end(documents, message.cohort))
+            else:
+                self.streams.heard(inc, message)
+            self._changed()
 
     def on_tick(self, documents: ControlStore) -> None:
         now = self._clock()
         with self.cond:
-            for rank in [rank for rank, until in self._restarts.items() if until <= now]:
-                del self._restarts[rank]
+            for rank in take_due(self._restarts, now):
                 logger.warning("draft rank %d did not come back within %.0f s", rank, self._restart_timeout)
                 self.delivery.stop_awaiting(rank)
-                self.cond.notify_all()
-            tasks, self._tasks = self._tasks, []
+                self._changed()
+        self._run_tasks(documents)
+        self.streams.tick()
+        with self.cond:
             writes, deletes = self._journal.take_writes()
-        for task in tasks:
-            try:
-                task(documents)
-            except WireFormatError as exc:
-                logger.warning("%s: ignored a damaged document: %s", self.node.inc, exc)
         documents.set_many(writes)
         for key in deletes:
             documents.delete(key)
         self.links.tick()
 
     def _read_end(self, documents: ControlStore, cohort: str) -> None:
-        try:
-            decision = EndDecision.from_wire(documents.get(f"cohort/{cohort}/end"))
-            members = documents.get(f"cohort/{cohort}/members")
-        except WireFormatError as exc:
-            logger.warning("ignored a damaged end of cohort %s: %s", cohort, exc)
+        decision = read_end(documents, cohort)
+        if decision is None:
             return
+        members = documents.get(f"cohort/{cohort}/members")
         with self.cond:
             self.end = decision
             for inc in members if type(members) is list else []:
@@ -334,7 +327,7 @@ class TargetSide:
                 self.delivery.end()
             else:
                 self.delivery.drop_rest()
-            self.cond.notify_all()
+            self._changed()
 
     def status(self) -> dict[str, Any]:
         with self.cond:
@@ -350,9 +343,13 @@ class TargetSide:
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def wait_settled(self, log_every: float = 10.0) -> None:
-        """Block until every sample has its outcome, or nobody is left who could bring one."""
+        """Block until every sample has its outcome, or nobody is left who could bring one.
+
+        Streamed samples that are still open fail: their producers are not waited for.
+        """
         next_log = self._clock() + log_every
         with self.cond:
+            self.streams.fail_open("the stream was closed before it")
             while not self.delivery.all_settled and (
                 self.delivery.anybody_left or any(self.delivery.unacked().values())
             ):

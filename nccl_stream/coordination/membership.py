@@ -260,10 +260,15 @@ class Membership:
 
         Looks as long as anybody must before it declares a death: a run that only stands still is not dead.
         """
-        full = self._clock() + self._timing.death_s + self._timing.heartbeat_s
-        patience = min(deadline, full)
+        looked_at = self._clock()
+        full = looked_at + self._timing.death_s + self._timing.heartbeat_s
         first: dict[str, Any] = {}
-        while self._clock() < patience:
+        while True:
+            now = self._clock()
+            full += self._not_looked(looked_at, now)
+            looked_at = now
+            if now >= min(deadline, full):
+                return False if full <= deadline else None
             for role, rank in self.shape.slots():
                 slot = self._root.get(f"e/{epoch}/slot/{role}/{rank}")
                 if type(slot) is not dict or not slot.get("inc"):
@@ -277,7 +282,10 @@ class Membership:
             if self._root.get(f"e/{epoch}/over") is not None:
                 return False
             self._sleep(_POLL_S)
-        return False if patience == full else None
+
+    def _not_looked(self, looked_at: float, now: float) -> float:
+        """Between two looks at most one heartbeat of silence counts: for the rest it was we who stood still."""
+        return max(0.0, now - looked_at - self._timing.heartbeat_s)
 
     def _check_config(self, document: dict[str, Any]) -> None:
         ours = self._epoch_document(document["epoch"])
@@ -323,17 +331,20 @@ class Membership:
 
     def _outlive(self, holder: Member, deadline: float) -> bool:
         """Wait until ``holder`` is gone; buries it when its heartbeat stands still for ``death_s``."""
-        since, last = self._clock(), self._get(f"status/{holder.inc}")
+        since = looked_at = self._clock()
+        last = self._get(f"status/{holder.inc}")
         advanced = 0
-        while self._clock() < deadline:
+        while (now := self._clock()) < deadline:
+            since += self._not_looked(looked_at, now)
+            looked_at = now
             if self._read_gone(holder.inc) is not None:
                 return True
             status = self._get(f"status/{holder.inc}")
             if status != last:
-                since, last, advanced = self._clock(), status, advanced + 1
+                since, last, advanced = now, status, advanced + 1
                 if advanced > 2 + self._timing.death_s / self._timing.heartbeat_s:
                     return False
-            elif self._clock() - since > self._timing.death_s:
+            elif now - since > self._timing.death_s:
                 self.bury(holder.inc, "died", f"its rank was taken over after {self._timing.death_s:.1f} s of silence")
                 return True
             self._sleep(_POLL_S)

@@ -8,10 +8,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from nccl_stream.coordination.journal import read_journal
-from nccl_stream.coordination.kv import ControlStore
+from nccl_stream.coordination.journal import JournalReading
 from nccl_stream.coordination.messages import Estate
-from nccl_stream.errors import WireFormatError
 
 __all__ = ["Obituaries", "is_obituary"]
 
@@ -105,14 +103,10 @@ class Obituaries:
             if dead.document is None and all(inc in dead.estates for inc in alive if inc in dead.heirs)
         ]
 
-    def compose(self, documents: ControlStore, owner: str) -> dict[str, Any]:
+    def compose(self, owner: str, journal: JournalReading) -> dict[str, Any]:
         """The document that closes the owner's books, from its journal and the estates."""
         dead = self._dead[owner]
-        try:
-            journal = read_journal(documents, owner)
-            totals, open_ids = journal.totals, set(journal.open_ids)
-        except WireFormatError:
-            totals, open_ids = {"put": 0, "acked": 0, "dropped": 0, "dead": 0}, set()
+        totals, open_ids = journal.totals, set(journal.open_ids)
         acked = {sid for estate in dead.estates.values() for sid in estate.acked} & open_ids
         held = {sid for estate in dead.estates.values() for sid in estate.held} - acked
         lost = sorted(open_ids - acked - held)
@@ -122,7 +116,7 @@ class Obituaries:
             "dropped": totals["dropped"],
             "dead": totals["dead"],
             "held": len(held),
-            "lost": len(lost),
+            "lost": totals["lost"] + len(lost),
             "lost_ids": _bounded(lost),
         }
 

@@ -3,19 +3,23 @@
 The draft with the lowest rank leads. Each draft tells it, cumulatively, how many samples it has had in hand; the
 leader releases round r once every living draft has a batch for it, and decides the end once nothing more can come and
 all whole rounds have been handed out. The decision is a document that is written once (compare-and-set), so it survives
-the leader; whatever else a new leader needs, the drafts tell it again. Pure state machine; the clock and the store are
-the caller's.
+the leader; whatever else a new leader needs, the drafts tell it again. :class:`Rounds` is a pure state machine; the
+clock and the store are the caller's.
 """
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from nccl_stream.coordination.kv import ControlStore
 from nccl_stream.coordination.messages import Go, Have, Message
 from nccl_stream.errors import WireFormatError
 
-__all__ = ["EndDecision", "Rounds", "RoundsPort"]
+__all__ = ["EndDecision", "Rounds", "RoundsPort", "end_key", "read_end", "write_end"]
+
+logger = logging.getLogger(__name__)
 
 # Rounds released ahead of the slowest draft: enough to hide the leader's answer, few enough that a stop comes soon.
 ROUNDS_AHEAD = 2
@@ -46,6 +50,25 @@ class EndDecision:
         ):
             raise WireFormatError(f"damaged end document: {value!r:.120}")
         return cls(**value)
+
+
+def end_key(cohort: str) -> str:
+    """Where in the store the end of a cohort stands."""
+    return f"cohort/{cohort}/end"
+
+
+def write_end(documents: ControlStore, cohort: str, decision: EndDecision) -> None:
+    """Write how the cohort ends, unless that stands there already."""
+    documents.compare_set(end_key(cohort), None, decision.to_wire())
+
+
+def read_end(documents: ControlStore, cohort: str) -> EndDecision | None:
+    """What stands there; None when there is nothing, or it is damaged."""
+    try:
+        return EndDecision.from_wire(documents.get(end_key(cohort)))
+    except WireFormatError as exc:
+        logger.warning("ignored a damaged end of cohort %s: %s", cohort, exc)
+        return None
 
 
 class RoundsPort(Protocol):

@@ -29,7 +29,6 @@ def train(spec, journal):
             if index % ACCUMULATION == ACCUMULATION - 1:
                 step(loader, journal)
         step(loader, journal)
-        stream.wait_ended(20.0)
         say_books(stream, journal)
 
 
@@ -57,7 +56,7 @@ def numbers(worker, kind):
 @pytest.mark.parametrize("end", ["ragged", "drop"])
 def test_samples_of_an_unfinished_step_come_again(tmp_path, end):
     samples = 40
-    with Run(tmp_path, targets=1, drafts=2, config={**CONFIG, "end": end}, samples=samples) as run:
+    with Run(tmp_path, targets=1, drafts=2, deaths=True, config={**CONFIG, "end": end}, samples=samples) as run:
         target = run.target(0)
         victim = run.start("d0", train, rank=0, stall_at=ACCUMULATION)  # the first batch of its second step
         other = run.start("d1", train, rank=1)

@@ -7,13 +7,18 @@ from tests.distributed.harness import Run
 pytestmark = pytest.mark.distributed
 
 
+def is_joining(worker):
+    """Whether it is in the roster and has seen somebody else there."""
+    return worker.log.exists() and "sees" in worker.log.read_text()
+
+
 def error_of(worker):
     assert worker.error is not None, f"{worker.name} joined a run that cannot be"
     return worker.error["type"], worker.error["text"]
 
 
 def test_rank_that_never_comes_is_named(tmp_path):
-    with Run(tmp_path, targets=2, drafts=2, config={"connect_timeout": 4.0}, samples=1) as run:
+    with Run(tmp_path, targets=2, drafts=2, deaths=True, config={"connect_timeout": 4.0}, samples=1) as run:
         there = [run.target(0), run.target(1), run.draft(0)]
         run.wait_ended(*there)
         for worker in there:
@@ -24,25 +29,21 @@ def test_rank_that_never_comes_is_named(tmp_path):
 
 
 def test_peer_that_never_opens_its_side_of_a_link(tmp_path):
-    with Run(tmp_path, targets=1, drafts=2, config={"connect_timeout": 5.0, "end": "ragged"}, samples=1) as run:
-        there = [run.target(0), run.draft(0), run.draft(1, no_links=True)]
-        run.wait_ended(*there)
-        kind, text = error_of(there[0])
+    with Run(tmp_path, targets=1, drafts=2, deaths=True, config={"end": "ragged"}, samples=1) as run:
+        drafts = [run.draft(0), run.draft(1, no_links=True)]
+        run.wait_for("the drafts to be members", lambda: all(is_joining(draft) for draft in drafts))
+        # Only the target runs out of patience: a draft that gave up first would be one that left.
+        target = run.target(0, config={"connect_timeout": 3.0})
+        run.wait_ended(target, *drafts)
+        kind, text = error_of(target)
         assert kind == "LinkTimeoutError"
         assert "draft rank 1" in text
 
 
 def test_ranks_that_disagree_on_the_config(tmp_path):
-    config = {"connect_timeout": 15.0}
-    with Run(tmp_path, targets=1, drafts=2, config=config, samples=1) as run:
+    with Run(tmp_path, targets=1, drafts=2, deaths=True, samples=1) as run:
         agreeing = [run.target(0), run.draft(0)]
-        run.wait_for(
-            "two ranks to be joining",
-            lambda: (
-                all("sees" in w.log.read_text() for w in agreeing if w.log.exists())
-                and all(w.log.exists() for w in agreeing)
-            ),
-        )
+        run.wait_for("two ranks to be joining", lambda: all(is_joining(worker) for worker in agreeing))
         odd = run.draft(1, config={"chunk_bytes": 4096})
         run.wait_ended(*agreeing, odd)
         kind, text = error_of(odd)
@@ -56,7 +57,7 @@ def test_ranks_that_disagree_on_the_config(tmp_path):
 
 
 def test_ranks_that_disagree_on_who_is_there(tmp_path):
-    with Run(tmp_path, targets=1, drafts=2, config={"connect_timeout": 15.0}, samples=1) as run:
+    with Run(tmp_path, targets=1, drafts=2, deaths=True, samples=1) as run:
         agreeing = run.target(0)
         run.wait_for("the target to be joining", lambda: agreeing.log.exists())
         odd = run.draft(0, drafts=3)
@@ -79,7 +80,7 @@ def test_arena_too_small_says_what_would_do(tmp_path):
 
 
 def test_second_process_under_the_same_rank_is_refused(tmp_path):
-    with Run(tmp_path, targets=1, drafts=2, config={"end": "ragged"}, samples=100) as run:
+    with Run(tmp_path, targets=1, drafts=2, deaths=True, config={"end": "ragged"}, samples=100) as run:
         owners, takers = run.start_all(target={"pace": 0.02, "after": "done"}, draft={"pace": 0.01})
         run.wait_got(takers[0], 3)
         double = run.draft(0, life=1)
@@ -94,7 +95,7 @@ def test_second_process_under_the_same_rank_is_refused(tmp_path):
 
 
 def test_two_processes_under_the_same_rank_from_the_start(tmp_path):
-    with Run(tmp_path, targets=1, drafts=1, samples=5) as run:
+    with Run(tmp_path, targets=1, drafts=1, deaths=True, samples=5) as run:
         first, second = run.draft(0), run.draft(0, life=1)
         run.wait_for("both to be there", lambda: first.log.exists() and second.log.exists())
         owner = run.target(0, after="done")

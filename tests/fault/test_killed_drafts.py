@@ -21,7 +21,7 @@ def everything(targets, samples):
     ],
 )
 def test_killed_draft_loses_nothing(tmp_path, targets, drafts, samples, end):
-    with Run(tmp_path, targets=targets, drafts=drafts, config={"end": end}, samples=samples) as run:
+    with Run(tmp_path, targets=targets, drafts=drafts, deaths=True, config={"end": end}, samples=samples) as run:
         owners, takers = run.start_all(draft={"pace": 0.01})
         victim, others = takers[0], takers[1:]  # with rounds, rank 0 is the one that leads them
         run.wait_got(victim, 8)

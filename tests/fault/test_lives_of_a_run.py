@@ -25,7 +25,7 @@ def test_run_id_is_used_again_after_a_clean_end(tmp_path):
 
 
 def test_run_id_is_used_again_after_everybody_was_killed(tmp_path):
-    with Run(tmp_path, targets=1, drafts=2, config={"end": "drop"}, samples=40) as run:
+    with Run(tmp_path, targets=1, drafts=2, deaths=True, config={"end": "drop"}, samples=40) as run:
         owners, takers = run.start_all(target={"pace": 0.02}, draft={"pace": 0.02})
         run.wait_got(takers[0], 5)
         for worker in (*owners, *takers):
@@ -40,7 +40,7 @@ def test_run_id_is_used_again_after_everybody_was_killed(tmp_path):
 
 def test_ranks_notice_that_their_launcher_was_killed(tmp_path):
     """A target under a launcher of its own, drafts without one: both sides come to an end."""
-    with Run(tmp_path, targets=1, drafts=2, config={"end": "drop"}, samples=1000) as run:
+    with Run(tmp_path, targets=1, drafts=2, deaths=True, config={"end": "drop"}, samples=1000) as run:
         takers = [run.draft(rank, pace=0.02) for rank in range(2)]
         spec = {**run.base, "port": run.port, "config": run.config, "rank": 0, "pace": 0.05, "name": "t0"}
         journal = Journal(tmp_path / "t0.jsonl")

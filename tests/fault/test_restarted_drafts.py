@@ -10,7 +10,7 @@ pytestmark = pytest.mark.distributed
 @pytest.mark.parametrize(("end", "assignment"), [("ragged", "demand"), ("drop", "static")])
 def test_killed_draft_job_goes_on_when_started_again(tmp_path, end, assignment):
     config = {"end": end, "assignment": assignment, "draft_restart_timeout": 60.0}
-    with Run(tmp_path, targets=2, drafts=2, config=config, samples=40) as run:
+    with Run(tmp_path, targets=2, drafts=2, deaths=True, config=config, samples=40) as run:
         owners, takers = run.start_all(draft={"pace": 0.02})
         run.wait_got(takers[0], 5)
         run.wait_got(takers[1], 5)
@@ -42,7 +42,7 @@ def test_one_rank_of_independent_drafts_restarts(tmp_path):
         "high_watermark_bytes": 60_000,
         "low_watermark_bytes": 30_000,
     }
-    with Run(tmp_path, targets=2, drafts=2, config=config, samples=60) as run:
+    with Run(tmp_path, targets=2, drafts=2, deaths=True, config=config, samples=60) as run:
         owners, (victim, other) = run.start_all(draft={"stall_at": (10, "restarted")})
         run.wait_got(victim, 5)
         victim.kill()
@@ -59,7 +59,7 @@ def test_one_rank_of_independent_drafts_restarts(tmp_path):
 
 def test_draft_job_that_does_not_come_back_is_given_up(tmp_path):
     config = {"end": "drop", "draft_restart_timeout": 1.0}
-    with Run(tmp_path, targets=2, drafts=2, config=config, samples=40) as run:
+    with Run(tmp_path, targets=2, drafts=2, deaths=True, config=config, samples=40) as run:
         owners, takers = run.start_all(draft={"pace": 0.02})
         run.wait_got(takers[0], 5)
         for taker in takers:

@@ -5,19 +5,20 @@ import time
 
 import pytest
 
-from tests.distributed.harness import DEATH, Run
+from tests.distributed.harness import Run, soon
 
 pytestmark = pytest.mark.distributed
 
 
 def test_moment_of_standstill_harms_nobody(tmp_path):
-    with Run(tmp_path, targets=2, drafts=2, config={"end": "drop"}, samples=60) as run:
+    config = {"end": "drop", "death_timeout": 4 * soon()}
+    with Run(tmp_path, targets=2, drafts=2, config=config, samples=60) as run:
         owners, takers = run.start_all(target={"pace": 0.02}, draft={"pace": 0.02})
         run.wait_got(takers[0], 5)
         run.wait_got(takers[1], 5)
         for worker in (takers[1], owners[1], takers[0]):
             worker.signal(signal.SIGSTOP)
-            time.sleep(DEATH / 4)
+            time.sleep(soon() / 4)
             worker.signal(signal.SIGCONT)
         run.wait_ended(*owners, *takers)
         assert [worker.error for worker in (*owners, *takers)] == [None] * 4
@@ -29,7 +30,7 @@ def test_moment_of_standstill_harms_nobody(tmp_path):
 
 @pytest.mark.parametrize("end", [pytest.param("ragged", marks=pytest.mark.slow), "drop"])
 def test_draft_that_stands_still_too_long(tmp_path, end):
-    with Run(tmp_path, targets=2, drafts=3, config={"end": end}, samples=60) as run:
+    with Run(tmp_path, targets=2, drafts=3, deaths=True, config={"end": end}, samples=60) as run:
         owners, takers = run.start_all(draft={"pace": 0.02})
         victim, others = takers[0], takers[1:]
         run.wait_got(victim, 5)
@@ -51,7 +52,7 @@ def test_draft_that_stands_still_too_long(tmp_path, end):
 
 @pytest.mark.parametrize("end", [pytest.param("ragged", marks=pytest.mark.slow), "drop"])
 def test_target_that_stands_still_too_long(tmp_path, end):
-    with Run(tmp_path, targets=2, drafts=2, config={"end": end}, samples=60) as run:
+    with Run(tmp_path, targets=2, drafts=2, deaths=True, config={"end": end}, samples=60) as run:
         victim = run.target(0, pace=0.05)
         survivor = run.target(1, gate_at=(59, "news"))
         takers = [run.draft(rank, pace=0.02) for rank in range(2)]
@@ -77,7 +78,7 @@ def test_target_that_stands_still_too_long(tmp_path, end):
 
 def test_stopped_rank_finds_a_run_that_is_over(tmp_path):
     """Everybody else has left long ago when it wakes up."""
-    with Run(tmp_path, targets=1, drafts=2, config={"end": "ragged"}, samples=20) as run:
+    with Run(tmp_path, targets=1, drafts=2, deaths=True, config={"end": "ragged"}, samples=20) as run:
         owners, (victim, other) = run.start_all(draft={"pace": 0.05})
         run.wait_got(victim, 2)
         victim.signal(signal.SIGSTOP)

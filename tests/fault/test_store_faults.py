@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from tests.distributed.harness import DEATH, PATIENCE, Run
+from tests.distributed.harness import Run
 
 pytestmark = pytest.mark.distributed
 
@@ -22,7 +22,7 @@ def fault(run, number):
     ],
 )
 def test_every_rank_says_that_the_store_is_gone(tmp_path, number, end):
-    with Run(tmp_path, targets=2, drafts=2, config={"end": end}, samples=250) as run:
+    with Run(tmp_path, targets=2, drafts=2, deaths=True, config={"end": end}, samples=250) as run:
         # Each kind of rank in each kind of wait: putting and paced, waiting for outcomes, consuming, waiting for work.
         owners = [run.target(0, pace=0.05), run.target(1, gate_at=(20, "never"))]
         takers = [run.draft(0, pace=0.05), run.draft(1)]
@@ -30,7 +30,7 @@ def test_every_rank_says_that_the_store_is_gone(tmp_path, number, end):
         run.wait_got(takers[0], 5)
         fault(run, number)
         run.open_gate("never")
-        run.wait_ended(*owners, *takers, timeout=DEATH + PATIENCE / 2)
+        run.wait_ended(*owners, *takers)
         for worker in (*owners, *takers):
             assert worker.error is not None, f"{worker.name} ended as if all were well"
             assert worker.error["type"] == "ControlStoreError", worker.error
@@ -38,7 +38,7 @@ def test_every_rank_says_that_the_store_is_gone(tmp_path, number, end):
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
 def test_store_that_goes_away_while_ranks_connect(tmp_path, number):
-    with Run(tmp_path, targets=1, drafts=2, config={"connect_timeout": 4.0}, samples=1) as run:
+    with Run(tmp_path, targets=1, drafts=2, deaths=True, config={"connect_timeout": 4.0}, samples=1) as run:
         there = [run.target(0), run.draft(0)]
         run.wait_for("the ranks to be joining", lambda: all(w.log.exists() and w.log.stat().st_size for w in there))
         fault(run, number)

@@ -12,7 +12,8 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 from nccl_stream.errors import ClosedError, MisuseError, ProducerFailedError
 from nccl_stream.queue import SampleRefQueue, VisibilityTimeout
 from nccl_stream.stores.local import LocalFeatureStore
-from tests.unit.helpers import FakeClock, make_ref
+from nccl_stream.testing.clock import FakeClock
+from tests.unit.helpers import make_ref
 
 TIMEOUT = 10.0
 NAMES = st.sampled_from([f"s{i}" for i in range(6)])

@@ -1,4 +1,4 @@
-"""Refs and clocks for the contract tests."""
+"""Refs for the contract tests."""
 
 import torch
 
@@ -23,14 +23,3 @@ def make_ref(sample_id="s", **overrides):
         "draft_weight_version": "0",
     }
     return SampleRef(**{**fields, **overrides})
-
-
-class FakeClock:
-    def __init__(self, now=100.0):
-        self.now = now
-
-    def __call__(self):
-        return self.now
-
-    def advance(self, seconds):
-        self.now += seconds

@@ -3,7 +3,8 @@
 import pytest
 
 from nccl_stream.leases import FailOutcome, LeaseTable, VisibilityTimeout, sample_key
-from tests.unit.helpers import FakeClock, make_ref
+from nccl_stream.testing.clock import FakeClock
+from tests.unit.helpers import make_ref
 
 
 @pytest.fixture

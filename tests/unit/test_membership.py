@@ -8,7 +8,7 @@ import pytest
 from nccl_stream.coordination.kv import ControlStore, tcp_store
 from nccl_stream.coordination.membership import Identity, Membership, RunShape, Timing
 from nccl_stream.errors import ConfigError, MembershipError, WireFormatError
-from tests.unit.helpers import FakeClock
+from nccl_stream.testing.clock import FakeClock
 
 TIMING = Timing(heartbeat_s=0.1, death_s=0.8, fence_s=0.5, connect_s=20.0)
 
@@ -119,6 +119,43 @@ def test_rank_of_a_silent_member_is_taken_over_after_its_burial(raw):
     gone = founder.tombstone(silent.inc)
     assert (gone.kind, new.epoch) == ("died", founder.epoch)
     assert gone.by.startswith(new.inc)
+
+
+class Staller:
+    """A clock, and a sleep in which another process beats; the first lasts ten minutes, on a host that froze."""
+
+    def __init__(self, raw, other):
+        self.now, self.stalled = 100.0, False
+        self.documents = ControlStore(raw, f"{other.shape.root}/e/{other.epoch}", timeout=10.0)
+        self.key, self.seq = f"status/{other.inc}", 0
+
+    def sleep(self, seconds):
+        self.now += seconds if self.stalled else 600.0
+        self.seq += self.stalled
+        self.stalled = True
+        self.documents.set(self.key, {"seq": int(self.seq)})
+
+    def kwargs(self):
+        return {"clock": lambda: self.now, "sleep": self.sleep, "connect_s": 1000.0}
+
+
+def test_newcomer_that_stood_still_takes_nobody_for_dead(raw):
+    founder = member(raw, "target", 0)
+    founder.join()
+    newcomer = member(raw, "draft", 0, **Staller(raw, founder).kwargs())
+    newcomer.join()
+    assert newcomer.epoch == founder.epoch
+
+
+def test_rank_is_not_taken_over_by_one_who_stood_still(raw):
+    holder = member(raw, "target", 0)
+    holder.join()
+    staller = Staller(raw, holder)
+    second = member(raw, "target", 0, **staller.kwargs())
+    second.epoch = holder.epoch
+    with pytest.raises(MembershipError, match="alive and holds target rank 0"):
+        second._take_slot(staller.now + 1000.0)
+    assert holder.tombstone(holder.inc) is None
 
 
 def test_rank_of_a_living_member_is_refused_and_it_lives_on(raw):

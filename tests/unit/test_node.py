@@ -15,7 +15,8 @@ from nccl_stream.coordination.node import Node
 from nccl_stream.errors import ControlStoreError, FencedError, PeerTimeoutError
 
 PATIENCE = 30.0
-TIMING = Timing(heartbeat_s=0.1, death_s=3.0, fence_s=1.5, connect_s=20.0)
+CALM = Timing(heartbeat_s=0.1, death_s=60.0, fence_s=30.0, connect_s=20.0)  # nobody dies, however busy the machine
+DEADLY = Timing(heartbeat_s=0.1, death_s=3.0, fence_s=1.5, connect_s=20.0)
 
 
 class Handler:
@@ -58,7 +59,7 @@ class Handler:
 class Pair:
     """A target and a draft that know each other."""
 
-    def __init__(self, raw, timing=TIMING):
+    def __init__(self, raw, timing=CALM):
         self.shape = RunShape("run", "0", 1, 1, False)
         self.raw = raw
         self.handlers = [Handler(), Handler()]
@@ -164,7 +165,9 @@ def test_buried_node_stops_itself_and_the_others_see_it_gone(pair):
     assert not pair.handlers[0].fatal
 
 
-def test_silent_node_is_buried_by_its_watcher(pair):
+def test_silent_node_is_buried_by_its_watcher():
+    pair = Pair(tcp_store("127.0.0.1", 0, serve=True, timeout=10.0), DEADLY)
+    pair.join()
     b = pair.nodes[1]
     b._stop.set()  # its threads end without a word, as in a process that was killed
     b.wake()
@@ -172,11 +175,12 @@ def test_silent_node_is_buried_by_its_watcher(pair):
     gone = pair.handlers[0].gone[0]
     assert (gone.inc, gone.gone.kind) == (b.inc, "died")
     assert "no heartbeat" in gone.gone.reason
+    pair.close()
 
 
 def test_incomplete_run_names_who_is_missing():
     raw = tcp_store("127.0.0.1", 0, serve=True, timeout=10.0)
-    node = Node(raw, RunShape("run", "0", 1, 3, False), Identity("draft", 1, "h", 1, "cpu", {}), TIMING, Handler())
+    node = Node(raw, RunShape("run", "0", 1, 3, False), Identity("draft", 1, "h", 1, "cpu", {}), CALM, Handler())
     node.join()
     try:
         with pytest.raises(PeerTimeoutError, match="target rank 0, draft rank 0, draft rank 2"):
@@ -200,7 +204,7 @@ def test_frozen_store_stops_every_node_within_its_deadline():
     ) as server:
         try:
             raw = tcp_store("127.0.0.1", int(server.stdout.readline()), serve=False, timeout=10.0)
-            pair = Pair(raw)
+            pair = Pair(raw, DEADLY)
             pair.join()
             server.send_signal(signal.SIGSTOP)
             for node, handler in zip(pair.nodes, pair.handlers, strict=True):

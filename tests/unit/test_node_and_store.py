@@ -21,6 +21,7 @@ class Handler:
         self.slow_joins = slow_joins
         self.told = []
         self.fatal = None
+        self.beats = self.ticks = 0
         self.heard = threading.Event()
 
     def on_joined(self, member):
@@ -38,9 +39,10 @@ class Handler:
         self.fatal = error
 
     def on_tick(self, documents):
-        pass
+        self.ticks += 1
 
     def status(self):
+        self.beats += 1
         return {}
 
 
@@ -74,14 +76,19 @@ def make_node(store):
         node.close(5.0)
 
 
+def wait_until(condition):
+    deadline = time.monotonic() + 60.0
+    while not condition():
+        assert time.monotonic() < deadline, "never happened"
+        time.sleep(0.01)
+
+
 def test_mail_waits_until_the_handler_knows_the_sender(make_node):
     slow, quick = Handler(slow_joins=1.0), Handler()
     target, draft = make_node("target", slow), make_node("draft", quick)
     target.join()
     draft.join()
-    deadline = time.monotonic() + 20.0
-    while target.member(draft.inc) is None and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: target.member(draft.inc) is not None)
     # The roster of the target shows the draft; its handler is being told, which takes a while.
     draft.send(target.inc, StopRequest("news"))
     assert slow.heard.wait(20.0)
@@ -91,11 +98,12 @@ def test_mail_waits_until_the_handler_knows_the_sender(make_node):
 def test_process_that_stood_still_and_was_not_buried_goes_on(make_node):
     clock = SkippingClock()
     handler = Handler()
-    node = make_node("target", handler, timing=Timing(1.2, 10.0, 2.0, 20.0), clock=clock)
+    node = make_node("target", handler, timing=Timing(1.2, 100.0, 30.0, 20.0), clock=clock)
     node.join()
-    time.sleep(0.3)  # the first beat is over, the next one is not due before the watchdog has looked
-    clock.skipped += 100.0
-    time.sleep(2.0)
+    wait_until(lambda: handler.ticks)  # the first beat is over, the next is not due before the watchdog has looked
+    beats = handler.beats
+    clock.skipped += 1000.0
+    wait_until(lambda: handler.beats >= beats + 2 or handler.fatal)
     assert handler.fatal is None
     node.raise_if_fatal()
 

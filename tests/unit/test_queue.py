@@ -9,7 +9,8 @@ import pytest
 from nccl_stream.errors import ClosedError, MisuseError, ProducerFailedError
 from nccl_stream.queue import Lease, SampleRefQueue, VisibilityTimeout
 from nccl_stream.stores.local import LocalFeatureStore
-from tests.unit.helpers import FakeClock, make_ref
+from nccl_stream.testing.clock import FakeClock
+from tests.unit.helpers import make_ref
 
 
 @pytest.fixture

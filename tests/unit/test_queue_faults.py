@@ -15,8 +15,9 @@ import torch
 from nccl_stream.errors import CapacityError, ProducerFailedError
 from nccl_stream.queue import SampleRefQueue, VisibilityTimeout
 from nccl_stream.stores.local import LocalFeatureStore
+from nccl_stream.testing.clock import FakeClock
 from nccl_stream.testing.store_suite import make_sample
-from tests.unit.helpers import FakeClock, make_ref
+from tests.unit.helpers import make_ref
 
 
 @pytest.fixture
