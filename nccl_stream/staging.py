@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeAlias
 
-import numpy as np
 import torch
 
 from nccl_stream._core import core, cuda_compiled, is_compiled
@@ -52,10 +51,9 @@ def crc32c(data: torch.Tensor | BytesLike, value: int = 0) -> int:
         _check_flat("crc32c", data)
         return int(core().crc32c(data.data_ptr(), data.numel(), value))
     try:
-        array = np.frombuffer(data, np.uint8) if len(data) else np.empty(0, np.uint8)
-    except (TypeError, ValueError, BufferError) as error:
+        return int(core().crc32c_buffer(data, value))
+    except (TypeError, BufferError) as error:
         raise MisuseError(f"crc32c takes a flat uint8 tensor or bytes, got {type(data).__name__}: {error}") from error
-    return int(core().crc32c(array.__array_interface__["data"][0], array.nbytes, value))
 
 
 def copy_bytes(dst: torch.Tensor, src: torch.Tensor, *, threads: int = 1) -> None:
