@@ -14,7 +14,7 @@ from nccl_stream.coordination.membership import Gone, Member
 from nccl_stream.coordination.messages import decode_message, encode_message
 from nccl_stream.draft_queue import DraftQueue, PaddingLease
 from nccl_stream.draft_side import DraftSide
-from nccl_stream.errors import ClosedError, NcclStreamError
+from nccl_stream.errors import ClosedError, NcclStreamError, WireFormatError
 from nccl_stream.stores.nccl import NcclFeatureStore
 from nccl_stream.stores.residency import Residency
 from nccl_stream.target_side import TargetSide
@@ -27,12 +27,19 @@ CHUNK = 1024
 
 
 class Documents:
-    """The control store's documents, as one process's call sees them: each call happens at once."""
+    """The control store's documents, as one process's call sees them: each call happens at once.
 
-    def __init__(self):
+    Args:
+        damaged: how the keys end of which somebody makes garbage as soon as they are written.
+    """
+
+    def __init__(self, damaged=()):
         self.values = {}
+        self.damaged = tuple(damaged)
 
     def get(self, key):
+        if key in self.values and key.endswith(self.damaged):
+            raise WireFormatError(f"{key} holds garbage")
         return load_json(self.values[key]) if key in self.values else None
 
     def set(self, key, value):
@@ -43,7 +50,7 @@ class Documents:
             self.set(key, value)
 
     def compare_set(self, key, expected, desired):
-        if self.get(key) != expected:
+        if (key in self.values) != (expected is not None) or (expected is not None and self.get(key) != expected):
             return False
         self.set(key, desired)
         return True
@@ -276,7 +283,7 @@ class DraftRank(Rank):
             return events
         per_round = self.world.config.samples_per_round
         with self.side.cond:
-            ready = self.side.finished or self.side.needs_padding
+            ready = self.side.finished or self.side.needs_padding or self.side._fatal is not None
             if self.side.rounds is None:
                 may_take = ready or self.side.leases.table.pending_count
             else:
@@ -325,7 +332,22 @@ def make_sample(rng, number):
 class World:
     """All ranks, and what goes wrong."""
 
-    def __init__(self, seed, *, targets, drafts, per_target, end, static, batch, breaks, mail_faults, failures, deaths):
+    def __init__(
+        self,
+        seed,
+        *,
+        targets,
+        drafts,
+        per_target,
+        end,
+        static,
+        batch,
+        breaks,
+        mail_faults,
+        failures,
+        deaths,
+        damaged=(),
+    ):
         self.rng = random.Random(seed)
         self.clock = FakeClock(1000.0)
         self.num_targets, self.num_drafts = targets, drafts
@@ -342,7 +364,7 @@ class World:
             chunk_bytes=CHUNK,
         )
         self.arena_bytes = (4 * batch - 1) * (largest + 5 * 256 + 256)
-        self.documents, self.net, self.samples = Documents(), {}, {}
+        self.documents, self.net, self.samples = Documents(damaged), {}, {}
         self.mail_faults, self.breaks, self.failures = mail_faults, breaks, failures
         self.deaths = list(deaths)
         self.rumours = []
@@ -365,7 +387,6 @@ class World:
                 if member.inc != rank.inc:
                     rank.side.on_joined(member)
         incs = [f"d{d}" for d in range(drafts)]
-        self.documents.set("cohort/c/members", incs)
         if end != "ragged":
             for inc in incs:
                 self.ranks[inc].side.start_rounds("c", incs)
