@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 _announced = threading.Lock()  # taken once, by whoever gives the warning
 
-_API_VERSION = 1
+_API_VERSION = 2
 _why_absent = ""
 try:
     from nccl_stream import _native as native
