@@ -319,14 +319,19 @@ class OwnerDelivery:
 
     def ready(self, inc: str, gen: int, seq: int, turn: int) -> None:
         """The draft has posted its ``turn``-th receive, for ``seq``; sends go out strictly in the order of turns."""
-        draft = self._drafts.get(inc)
-        if draft is not None and draft.gen == gen and (turn < draft.next_turn or turn in draft.turns):
+        draft, sample = self._drafts.get(inc), self._asked_about(inc, gen, seq)
+        if (
+            draft is None
+            or sample is None
+            or sample.stream is not None
+            or turn < draft.next_turn
+            or turn in draft.turns
+        ):
             self.books.late += 1
-            return
-        sid = self._answer(inc, gen, seq)
-        if sid is not None:
-            self._drafts[inc].refusals = 0
-            self._take_turn(self._drafts[inc], turn, (seq, self._samples[sid], False))
+        else:
+            self._answer(inc, gen, seq)
+            draft.refusals = 0
+            self._take_turn(draft, turn, (seq, sample, False))
             self.assign()
 
     def _take_turn(self, draft: _Draft, turn: int, what: tuple[int, OwnedSample, bool]) -> None:
@@ -359,13 +364,20 @@ class OwnerDelivery:
             self._mark_delivered(self._samples[sid])
             self.assign()
 
-    def _answer(self, inc: str, gen: int, seq: int) -> str | None:
+    def _asked_about(self, inc: str, gen: int, seq: int) -> OwnedSample | None:
+        """The sample of an announcement that has no answer yet."""
         draft = self._drafts.get(inc)
         if draft is None or not draft.linked or draft.gen != gen or seq not in draft.by_seq:
+            return None
+        return self._samples[draft.by_seq[seq]]
+
+    def _answer(self, inc: str, gen: int, seq: int) -> str | None:
+        """Take an answer; the sample it is about, None when it comes late."""
+        if self._asked_about(inc, gen, seq) is None:
             self.books.late += 1
             return None
-        draft.waiting -= 1
-        return draft.by_seq.pop(seq)
+        self._drafts[inc].waiting -= 1
+        return self._drafts[inc].by_seq.pop(seq)
 
     def _transmit(self, draft: _Draft, seq: int, sample: OwnedSample) -> None:
         sample.phase = Phase.IN_FLIGHT
@@ -404,11 +416,12 @@ class OwnerDelivery:
 
     def admitted(self, inc: str, gen: int, seq: int, serial: int, delivery: int) -> None:
         """The draft has memory for a window of a streamed sample: from now on it is in its hands."""
-        sid = self._answer(inc, gen, seq)
-        sample = None if sid is None else self._samples[sid]
+        sample = self._asked_about(inc, gen, seq)
         if sample is None or sample.stream is None or (sample.serial, sample.delivery) != (serial, delivery):
+            self.books.late += 1
             self._withdraw(inc, serial, delivery)
             return
+        self._answer(inc, gen, seq)
         self._drafts[inc].refusals = 0
         self._mark_delivered(sample)
         sample.stream.go_on(gen, 0)
