@@ -468,7 +468,8 @@ class OwnerDelivery:
         if self._abreast is not None and slot == -1:
             takers = [draft for draft in self._drafts.values() if not draft.ended]
             all_here = self._awaited <= {draft.rank for draft in takers}
-            least = min((draft.given for draft in takers), default=0) if all_here else 0
+            willing = [draft for draft in takers if not draft.refusals] or takers  # the others have no memory now
+            least = min((draft.given for draft in willing), default=0) if all_here else 0
             able = [draft for draft in able if draft.given < least + self._abreast]
         return min(able, key=self._rank_of_need, default=None)
 

@@ -43,6 +43,8 @@ def same(tensors, expected):
 
 def produce(spec, journal, stream, number, length):
     """One streamed sample, as its own thread; tells how it ended."""
+    if "first" in spec:
+        wait_gate(spec, spec["first"])
     writer = stream.store.open_stream(
         f"p{number}", specs(spec["width"]), stream.run_id, piece_length=PIECE,
         window=spec["window"], retain=spec.get("retain", False),
@@ -69,7 +71,8 @@ def produce(spec, journal, stream, number, length):
 def target(spec, journal):
     """``streams`` samples in pieces, all at once, and ``samples`` whole ones among them; see :func:`produce`.
 
-    ``lengths``: positions of each streamed sample.
+    ``lengths``: positions of each streamed sample; ``first``: gate to wait for before anything is opened; ``gate_at``:
+    (piece, gate); ``fail_at``: fail instead of that piece; ``close_first``: close the queue before the samples.
     """
     with join(spec, "target", journal) as stream:
         stream.on_lost(lambda ids: journal.say("lost", ids=list(ids)))
