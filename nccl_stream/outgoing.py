@@ -7,8 +7,9 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from nccl_stream.coordination.delivery import OwnedSample, OwnerDelivery
+from nccl_stream.coordination.delivery import OwnerDelivery
 from nccl_stream.coordination.messages import Admit, Message, PieceReady, PieceSkip, Progress
+from nccl_stream.coordination.owned import OwnedSample
 from nccl_stream.errors import PeerLostError
 from nccl_stream.side import Side
 from nccl_stream.stores.owned_pieces import OwnedPiece, OwnedPieces, fail_sample
@@ -96,11 +97,11 @@ class OutgoingStreams:
         if isinstance(message, Admit):
             self._delivery.admitted(inc, message.gen, message.seq, message.serial, message.delivery)
         elif isinstance(message, PieceReady):
-            self._delivery.piece_ready(inc, message)
+            self._delivery.pieces.ready(inc, message)
         elif isinstance(message, PieceSkip):
-            self._delivery.piece_skipped(inc, message)
+            self._delivery.pieces.skipped(inc, message)
         elif isinstance(message, Progress):
-            self._delivery.progress(inc, message)
+            self._delivery.pieces.progress(inc, message)
 
     def fail_open(self, reason: str) -> None:
         """Fail every sample that its writer has not closed: this rank is leaving, and nobody could wait for them."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nccl_stream.config import StreamConfig
-from nccl_stream.coordination.delivery import Books, DeadLetter, OwnedSample, OwnerDelivery
+from nccl_stream.coordination.delivery import OwnerDelivery
 from nccl_stream.coordination.journal import Journal
 from nccl_stream.coordination.kv import ControlStore
 from nccl_stream.coordination.membership import Member
@@ -26,6 +26,7 @@ from nccl_stream.coordination.messages import (
     StopRequest,
 )
 from nccl_stream.coordination.node import Node
+from nccl_stream.coordination.owned import Books, DeadLetter, OwnedSample
 from nccl_stream.coordination.rounds import EndDecision, read_end
 from nccl_stream.errors import (
     ClosedError,

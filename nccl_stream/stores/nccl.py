@@ -23,7 +23,7 @@ from nccl_stream.store import FeatureStore, StoreHandle, StoreHealth
 from nccl_stream.stores.owned_pieces import Outbound, OwnedPieces, OwnedPieceWriter, Unconnected
 from nccl_stream.stores.pieces import read_joined, require_stream, stream_ref
 from nccl_stream.stores.residency import Residency
-from nccl_stream.stores.tensors import check_tensors, checksum_of, copy_tensor
+from nccl_stream.stores.tensors import check_finite, check_tensors, checksum_of, copy_tensor
 from nccl_stream.stores.windows import WindowLayout
 from nccl_stream.transport.arena import Arena, Slot
 from nccl_stream.transport.layout import SlotLayout
@@ -199,7 +199,7 @@ class NcclFeatureStore(FeatureStore):
         _check_id(sample_id)
         check_tensors(sample_id, tensors)
         if self._check_finite:
-            _check_values(sample_id, tensors)
+            check_finite(sample_id, tensors)
         specs = {name: FeatureSpec.of(tensor) for name, tensor in tensors.items()}
         nbytes = sum(spec.nbytes for spec in specs.values())
         ref = SampleRef(
@@ -276,7 +276,13 @@ class NcclFeatureStore(FeatureStore):
             reservation.commit(sample)
         with self._outbound.cond:
             self._outbound.opened(sample)
-        return OwnedPieceWriter(sample, self._outbound, lambda: self._closed, checksums=self._checksums)
+        return OwnedPieceWriter(
+            sample,
+            self._outbound,
+            lambda: self._closed,
+            checksums=self._checksums,
+            finite=self._check_finite,
+        )
 
     def _check_size(self, sample_id: str, nbytes: int) -> None:
         if nbytes > self._max_sample_bytes:
@@ -531,12 +537,6 @@ def _check_id(sample_id: str) -> None:
         raise MisuseError(f"sample_id must be a str of 1 to {MAX_ID_CHARS} characters, got {sample_id!r:.80}")
     if sample_id in (".", "..") or any(char in "/\\" or ord(char) < 32 for char in sample_id):
         raise MisuseError(f"sample_id {sample_id!r} looks like a path; ids are names without separators")
-
-
-def _check_values(sample_id: str, tensors: Mapping[str, torch.Tensor]) -> None:
-    for name, tensor in tensors.items():
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor.float()).all()):
-            raise MisuseError(f"sample {sample_id!r}: feature {name!r} holds NaN or infinite values")
 
 
 def _check_specs(ref: SampleRef, stored: Mapping[str, FeatureSpec]) -> None:

@@ -17,7 +17,7 @@ from nccl_stream.errors import ClosedError, MisuseError, PeerTimeoutError, Strea
 from nccl_stream.refs import SampleRef
 from nccl_stream.sample_stream import StreamWriter
 from nccl_stream.stores.pieces import PieceCount, require_stream
-from nccl_stream.stores.tensors import checksum_of
+from nccl_stream.stores.tensors import check_finite, checksum_of
 from nccl_stream.stores.windows import WindowLayout
 from nccl_stream.transport.arena import Arena, Slot
 from nccl_stream.transport.layout import SlotLayout
@@ -195,6 +195,7 @@ class OwnedPieceWriter(StreamWriter):
         outbound: this rank's end of the stream.
         is_closed: whether the store is closed.
         checksums: compute every piece's CRC-32C, for its draft to verify.
+        finite: refuse pieces with NaN or infinite values.
         patience: seconds for which an append waits, with a full window, for the ref to be put on the queue.
     """
 
@@ -205,12 +206,14 @@ class OwnedPieceWriter(StreamWriter):
         is_closed: Callable[[], bool],
         *,
         checksums: bool = False,
+        finite: bool = False,
         patience: float = 60.0,
     ) -> None:
         self._sample = sample
         self._outbound = outbound
         self._is_closed = is_closed
         self._checksums = checksums
+        self._finite = finite
         self._patience = patience
         self._finalizer = weakref.finalize(self, outbound.writer_dropped, sample)
         self._finalizer.atexit = False
@@ -226,6 +229,10 @@ class OwnedPieceWriter(StreamWriter):
         with self._outbound.cond:
             self._check()
             length = sample.count.check(tensors)
+        if self._finite:
+            check_finite(self.ref.sample_id, tensors)
+        with self._outbound.cond:
+            self._check()
             layout = sample.windows.layout(sample.count.num_pieces, length)
             buffer, slot = self._wait_for_memory(sum(spec.nbytes for spec in layout.specs.values()), timeout)
         try:

@@ -9,7 +9,7 @@ import torch
 from nccl_stream.errors import MisuseError
 from nccl_stream.staging import crc32c
 
-__all__ = ["check_tensors", "checksum_of", "copy_tensor", "join_tensors"]
+__all__ = ["check_finite", "check_tensors", "checksum_of", "copy_tensor", "join_tensors"]
 
 # A dtype of the same size that every device can copy; torch has no kernel for its sub-byte dtypes and warns whenever
 # it makes a complex32 tensor.
@@ -62,3 +62,14 @@ def checksum_of(tensors: Iterable[torch.Tensor]) -> int:
         flat = tensor.detach().reshape(-1).view(torch.uint8)
         checksum = crc32c(flat.cpu(), checksum)
     return checksum
+
+
+def check_finite(sample_id: str, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Check that no floating-point feature holds NaN or infinite values; a pass over all of them.
+
+    Raises:
+        MisuseError: (``ValueError``) one does; names it.
+    """
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor.float()).all()):
+            raise MisuseError(f"sample {sample_id!r}: feature {name!r} holds NaN or infinite values")

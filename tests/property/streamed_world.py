@@ -2,6 +2,7 @@
 
 import torch
 
+from nccl_stream.coordination.stream_intake import IncomingPiece
 from nccl_stream.errors import NcclStreamError, PeerTimeoutError, StreamBrokenError, StreamLostError
 from nccl_stream.refs import FeatureSpec
 from nccl_stream.sample_stream import OpenFeatureSpec
@@ -204,8 +205,8 @@ class StreamedDraft(DraftRank):
         self.reading.remove(reading)
         if self.world.rng.random() < 0.5:  # content with what it has
             self.consumed.append(reading.key)
-            self.queue.ack(reading.lease)
-            self.acked.append(reading.key)
+            if self.side.ack(reading.lease) and not reading.reader._stream.broken:  # else it is lost with its owner
+                self.acked.append(reading.key)
             reading.reader.release()
         else:
             reading.reader.close()
@@ -261,6 +262,7 @@ class StreamedWorld(World):
         self.streamed, self.window, self.pieces, self.retain, self.tight = streamed, window, pieces, retain, tight
         self.producer_failures, self.early_stops = producer_failures, early_stops
         self.write_errors = []
+        self.flipped_pieces = 0
         first, later = Streamed(0, PIECE).piece(0, PIECE), Streamed(0, 2 * PIECE).piece(PIECE, PIECE)
         first, later = ([t.nbytes for t in piece.values()] for piece in (first, later))
         self.window_bytes = sum(first) + (window - 1) * sum(later)
@@ -273,6 +275,21 @@ class StreamedWorld(World):
             return super().make_sample(number)
         length = PIECE * self.rng.randint(0, self.pieces) + self.rng.choice([0, 1, PIECE - 1])
         return Streamed(number, max(1, length))
+
+    def corrupt(self, token, buffers):
+        """Pieces too arrive with a bit flipped."""
+        if not isinstance(token, IncomingPiece):
+            super().corrupt(token, buffers)
+        elif self.flips and self.rng.random() < 0.4:
+            self.flips -= 1
+            self.flipped_pieces += 1
+            windows = self.ranks[token.delivery.owner].side.streams._samples[token.delivery.sample_id].windows
+            layout = windows.layout(token.index, token.length)
+            name = self.rng.choice(sorted(layout.specs))
+            place = layout.offsets[name] + self.rng.randrange(layout.specs[name].nbytes)
+            for (start, nbytes), buffer in zip(layout.chunks, buffers, strict=True):
+                if start <= place < start + nbytes:
+                    buffer[place - start] ^= 1 << self.rng.randrange(8)
 
     def largest_sample(self):
         return max(super().largest_sample(), self.window_bytes)

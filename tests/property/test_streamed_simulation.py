@@ -104,6 +104,17 @@ def test_killed_ranks_everybody_else_ends_and_the_books_close(**kwargs):
         assert not any(target.side.delivery.books.lost for target in world.survivors("target"))
 
 
+@given(**{**STREAMS, "streamed": st.just(1.0)}, flips=st.integers(1, 8), budget=st.integers(0, 3))
+@SOME
+def test_bits_flipped_on_the_wire_reach_nobody(**kwargs):
+    """A spoilt piece comes again over the next link; a stream with more of them than its budget breaks off."""
+    world, trained = simulate(breaks=0, failures=0, deaths=[], mail_faults=2, **kwargs)
+    assert all("ChecksumError" in why for _, why in world.broken())
+    assert len(world.broken()) * (kwargs["budget"] + 1) <= world.flipped_pieces
+    if kwargs["end"] != "drop":
+        assert len(trained) + len(world.broken()) >= len(world.samples)
+
+
 @given(seed=st.integers(0, 2**32), end=st.sampled_from(["drop", "ragged"]))
 @SOME
 def test_static_order_is_the_same_in_every_run(seed, end):
