@@ -56,7 +56,7 @@ T = TypeVar("T")
 
 LINK_ATTEMPT_S = 30.0  # one attempt at building a link; several fit into connect_timeout
 CLOSE_S = 5.0
-STATISTICS_TIMEOUT_S = 10.0  # twice what the server has been seen to take for a connection
+STATISTICS_TIMEOUT_S = 10.0  # twice what a connection takes when an answer of the name server is lost
 
 
 @dataclass(frozen=True)

@@ -59,8 +59,8 @@ def read_statistics(
     Args:
         node: this process's seat in the control plane.
         side: this rank's end of the stream.
-        documents: a client to read with. Made for this call if None, which now and then takes seconds: the server may
-            overlook a connection for five when several come within milliseconds.
+        documents: a client to read with. Made for this call if None, which may take seconds: torch looks up the names
+            of both ends of a connection, and a lost answer of the name server costs five.
     """
     local = side.status()
     statuses: dict[str, dict[str, Any]] = {}
