@@ -44,6 +44,7 @@ class OutgoingStreams:
 
     def __init__(self, side: Side, delivery: OwnerDelivery, refused: Callable[[str, int, PieceSending], None]) -> None:
         self.cond = side.cond
+        self.waited_s = 0.0
         self.on_lost: Callable[[tuple[str, ...]], None] | None = None
         self._side = side
         self._delivery = delivery
@@ -73,6 +74,10 @@ class OutgoingStreams:
         self._side.raise_if_fatal()
         if not self._delivery.may_be_read(sample.ref.sample_id):
             raise PeerLostError(f"streamed sample {sample.ref.sample_id!r}: no draft rank is left that could read it")
+
+    def waited(self, seconds: float) -> None:
+        """A writer has waited for its reader."""
+        self.waited_s += seconds
 
     def writer_dropped(self, sample: OwnedPieces) -> None:
         """A finalizer's note; the lock is not held."""

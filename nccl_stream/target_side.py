@@ -338,7 +338,7 @@ class TargetSide(Side):
                 "closed": self.delivery.closed,
                 "error": self.delivery.error[:1000],
                 "books": dict(vars(self.delivery.books)),
-                "paused_s": round(self.paused_s + self.store.room_waited_s, 6),
+                "paused_s": round(self.paused_s + self.store.room_waited_s + self.streams.waited_s, 6),
             }
 
     # -- the end -------------------------------------------------------------------------------------------------------

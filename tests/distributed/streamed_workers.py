@@ -97,7 +97,11 @@ def target(spec, journal):
 
 
 def read(spec, journal, stream, lease):
-    """Read one streamed sample to its end, or as far as it goes; returns whether it is complete."""
+    """Read one streamed sample to its end, or as far as it goes.
+
+    With the piece of that number in hand: ``break_at``: break all links; ``stall_at``: (piece, gate) wait;
+    ``stop_run_at``: ask everybody to stop; ``raise_at``: fail. ``stop_at``: read no further, and be content.
+    """
     number = int(lease.ref.sample_id.removeprefix("p"))
     reader = stream.store.open_reader(lease.ref)
     position = 0
@@ -114,6 +118,8 @@ def read(spec, journal, stream, lease):
                     stream._links.break_link(inc, entry.gen, "the test breaks it")
             if piece.index == spec.get("stall_at", (None, ""))[0]:
                 wait_gate(spec, spec["stall_at"][1])
+            if piece.index == spec.get("stop_run_at"):
+                stream.request_stop("enough")
             if piece.index == spec.get("raise_at"):
                 raise ZeroDivisionError("the trainer's own code is wrong")
             time.sleep(spec.get("pace", 0.0))

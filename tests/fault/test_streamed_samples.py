@@ -186,3 +186,21 @@ def test_aligned_end_drops_an_open_stream_and_its_writer_is_told(tmp_path):
         assert (books["put"], books["acked"], books["dropped"], books["resident"]) == (3, 2, 1, 0)
         assert [entry["type"] for entry in owner.said("gave up")] == ["StreamLostError"]
         assert takers[0].books["balanced"]
+
+
+@pytest.mark.parametrize("end", ["drop", "ragged"])
+def test_stop_in_mid_stream_ends_everybody(tmp_path, end):
+    """What is being read is read to its end; what waits goes back, and its writers are told that nobody is left."""
+    config = {"end": end, **TIGHT, "max_bytes": 16 << 20}
+    with Run(tmp_path, targets=1, drafts=2, config=config, width=WIDTH) as run:
+        (owner,), takers = start(run, target={"lengths": [9 * PIECE] * 6}, draft={"stop_run_at": 3, "pace": 0.01})
+        run.wait_ended(owner, *takers)
+        assert errors(owner, *takers) == []
+        done = read_by(*takers)
+        assert done
+        assert set(done.values()) == {9 * PIECE}
+        books = owner.said("own books")[0]
+        assert books["put"] == books["acked"] + books["lost"] + books["resident"] == 6
+        assert books["acked"] == len(done)
+        assert {entry["type"] for entry in owner.said("gave up")} <= {"PeerLostError", "StreamLostError"}
+        assert len(owner.said("closed")) + len(owner.said("gave up")) == 6

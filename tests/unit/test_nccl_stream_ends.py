@@ -15,6 +15,7 @@ from nccl_stream.errors import (
     ClosedError,
     MisuseError,
     PeerLostError,
+    PeerTimeoutError,
     SampleNotFoundError,
     SlotsHeldError,
     StreamBrokenError,
@@ -84,6 +85,9 @@ def test_tensors_that_keep_the_whole_window_are_a_named_error(harness: Any) -> N
         piece.release()
     with pytest.raises(SlotsHeldError, match="larger window"):
         reader.next()
+    with pytest.raises(PeerTimeoutError, match="0 of 2 released"):
+        writer.append(cut(whole, 2 * PIECE, 3 * PIECE), timeout=0.2)
+    assert harness.target.statistics().local["paused_s"] >= 0.2
     assert torch.equal(kept[0], cut(whole, 0, PIECE)["logits"])
     kept.clear()
     writer.append(cut(whole, 2 * PIECE, 3 * PIECE), timeout=30.0)
