@@ -37,8 +37,8 @@ from nccl_stream.store import FeatureStore
 from nccl_stream.target import HFEagle3TargetModel
 
 VOCABULARY, HIDDEN, AUX_LAYERS = 512, 32, (0, 1, 2)
-PROMPTS, POSITIONS, PREFILL = 4, 3072, 200  # the prefill's portions need not be multiples of a piece
-PIECE, LOOKBACK, LOOKAHEAD = 32, 48, 1  # positions per piece; what the loss at a position depends on, left and right
+PROMPTS, POSITIONS, PREFILL = 4, 1536, 100  # the prefill's portions need not be multiples of a piece
+PIECE, LOOKBACK, LOOKAHEAD = 16, 24, 1  # positions per piece; what the loss at a position depends on, left and right
 
 # Context has to reach back over what the draft looks back on, from positions that were left over for LOOKAHEAD.
 POLICY = LeftContextChunkPolicy(chunk=3, left_context=-(-(LOOKBACK + LOOKAHEAD) // PIECE))
