@@ -174,7 +174,7 @@ class StreamConfig:
         A thousand features of odd sizes waste up to 256 bytes each; one part in 64 covers usual samples, and a sample
         that still does not fit is refused at put.
         """
-        return self.max_sample_bytes + self.max_sample_bytes // 64 + 64 * 1024
+        return slot_bound(self.max_sample_bytes)
 
     def smallest_arena(self) -> int:
         """Least ``arena_bytes`` with which no sequence of sample sizes can get stuck.
@@ -227,3 +227,8 @@ class StreamConfig:
     def shared(self) -> dict[str, Any]:
         """The values that must be equal on all ranks."""
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _OWN_FIELDS}
+
+
+def slot_bound(max_sample_bytes: int) -> int:
+    """See :meth:`StreamConfig.slot_bytes`."""
+    return max_sample_bytes + max_sample_bytes // 64 + 64 * 1024

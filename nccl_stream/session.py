@@ -22,7 +22,7 @@ from torch.distributed.rendezvous import rendezvous
 from nccl_stream.async_pipeline import PromptBatch
 from nccl_stream.cohort import form_cohort
 from nccl_stream.config import StreamConfig
-from nccl_stream.coordination.kv import clone_store, tcp_store
+from nccl_stream.coordination.kv import ControlStore, clone_store, tcp_store
 from nccl_stream.coordination.membership import Identity, RunShape, Timing
 from nccl_stream.coordination.messages import StopRequest
 from nccl_stream.coordination.node import Node
@@ -57,6 +57,7 @@ T = TypeVar("T")
 
 LINK_ATTEMPT_S = 30.0  # one attempt at building a link; several fit into connect_timeout
 CLOSE_S = 5.0
+STATISTICS_TIMEOUT_S = 10.0  # twice what a connection takes when an answer of the name server is lost
 
 
 @dataclass(frozen=True)
@@ -305,6 +306,8 @@ class Stream:
         self._place = place
         self._client = client
         self._closed = False
+        self._statistics_lock = threading.Lock()
+        self._documents: ControlStore | None = None
         self._group: Any = None
         self._owns_default_group = False
         self._group_key = ""
@@ -580,8 +583,16 @@ class Stream:
 
     def statistics(self) -> StreamStatistics:
         """Books and rates of the whole run as of the last heartbeats, and this rank's own. Changes nothing."""
+
+        def read() -> StreamStatistics:
+            # One client for all calls: see read_statistics. It serves one caller at a time.
+            with self._statistics_lock:
+                if self._documents is None and self._node is not None:
+                    self._documents = self._node.documents()
+                return read_statistics(self._node, self._side, self._documents)
+
         try:
-            return _bounded(lambda: read_statistics(self._node, self._side), 5.0, "reading the statistics")
+            return _bounded(read, STATISTICS_TIMEOUT_S, "reading the statistics")
         except ControlStoreError:
             if not self._closed:
                 raise

@@ -16,6 +16,7 @@ from typing import Protocol
 
 import torch
 
+from nccl_stream.config import slot_bound
 from nccl_stream.errors import CapacityError, ClosedError, MisuseError, SampleNotFoundError, SpecMismatchError
 from nccl_stream.refs import FeatureAlgorithm, FeatureSpec, SampleRef
 from nccl_stream.sample_stream import OpenFeatureSpec, PieceReader, StreamWriter
@@ -235,7 +236,8 @@ class NcclFeatureStore(FeatureStore):
 
         Put its ref on the queue before more than a window of pieces is appended. Draft ranks that take rounds together
         need a sample each: open as many samples at once as the drafts need for a round, or the one that has its sample
-        waits for the others, and its producer for it.
+        waits for the others, and its producer for it. With ``issue="pump"`` append with a timeout, and pump in between;
+        the same goes for the reader's :meth:`~nccl_stream.sample_stream.PieceReader.next`.
 
         Raises:
             MisuseError: (``ValueError``) bad id, specs or sizes, or this is a draft rank.
@@ -261,9 +263,17 @@ class NcclFeatureStore(FeatureStore):
             attributes=attributes,
         )
         ref.to_json()  # as for put
+        windows = WindowLayout(ref, self.layout_of)
+        most = slot_bound(self._max_sample_bytes)
+        if windows.total_bytes > most:
+            raise CapacityError(
+                f"the window of sample {sample_id!r} takes {windows.total_bytes} bytes with headers and alignment, for "
+                f"{ref.estimated_bytes} bytes of features; drafts count on at most {most}: use fewer pieces, longer "
+                "ones, or raise max_sample_bytes",
+                can_wait=False,
+            )
         self._check_size(sample_id, ref.estimated_bytes)
         with residency.reserve(sample_id, ref.estimated_bytes) as reservation:
-            windows = WindowLayout(ref, self.layout_of)
             sample = OwnedPieces(ref, windows, self._device, self.memory.pieces_arena, reservation.grow)
             reservation.commit(sample)
         with self._outbound.cond:

@@ -14,7 +14,7 @@ from nccl_stream.coordination.membership import Gone, Member
 from nccl_stream.coordination.messages import decode_message, encode_message
 from nccl_stream.draft_queue import DraftQueue, PaddingLease
 from nccl_stream.draft_side import DraftSide
-from nccl_stream.errors import ClosedError, NcclStreamError
+from nccl_stream.errors import ClosedError, NcclStreamError, WireFormatError
 from nccl_stream.stores.nccl import NcclFeatureStore
 from nccl_stream.stores.residency import Residency
 from nccl_stream.stores.staged import make_sample_memory
@@ -28,12 +28,19 @@ CHUNK = 1024
 
 
 class Documents:
-    """The control store's documents, as one process's call sees them: each call happens at once."""
+    """The control store's documents, as one process's call sees them: each call happens at once.
 
-    def __init__(self):
+    Args:
+        damaged: how the keys end of which somebody makes garbage as soon as they are written.
+    """
+
+    def __init__(self, damaged=()):
         self.values = {}
+        self.damaged = tuple(damaged)
 
     def get(self, key):
+        if key in self.values and key.endswith(self.damaged):
+            raise WireFormatError(f"{key} holds garbage")
         return load_json(self.values[key]) if key in self.values else None
 
     def set(self, key, value):
@@ -44,7 +51,7 @@ class Documents:
             self.set(key, value)
 
     def compare_set(self, key, expected, desired):
-        if self.get(key) != expected:
+        if (key in self.values) != (expected is not None) or (expected is not None and self.get(key) != expected):
             return False
         self.set(key, desired)
         return True
@@ -283,7 +290,7 @@ class DraftRank(Rank):
             return events
         per_round = self.world.config.samples_per_round
         with self.side.cond:
-            ready = self.side.finished or self.side.needs_padding
+            ready = self.side.finished or self.side.needs_padding or self.side._fatal is not None
             if self.side.rounds is None:
                 may_take = ready or self.side.leases.table.pending_count
             else:
@@ -346,7 +353,7 @@ class World:
 
     def __init__(
         self, seed, *, targets, drafts, per_target, end, static, batch, breaks, mail_faults, failures, deaths,
-        flips=0, budget=3,
+        flips=0, budget=3, damaged=(),
     ):  # fmt: skip
         self.rng = random.Random(seed)
         self.clock = FakeClock(1000.0)
@@ -367,7 +374,7 @@ class World:
         )
         self.flips, self.flipped = flips, Counter()
         self.arena_bytes = self.smallest_arena(batch)
-        self.documents, self.net, self.samples = Documents(), {}, {}
+        self.documents, self.net, self.samples = Documents(damaged), {}, {}
         self.mail_faults, self.breaks, self.failures = mail_faults, breaks, failures
         self.deaths = list(deaths)
         self.rumours = []
@@ -389,7 +396,6 @@ class World:
                 if member.inc != rank.inc:
                     rank.side.on_joined(member)
         incs = [f"d{d}" for d in range(drafts)]
-        self.documents.set("cohort/c/members", incs)
         if end != "ragged":
             for inc in incs:
                 self.ranks[inc].side.start_rounds("c", incs)
