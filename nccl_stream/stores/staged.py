@@ -16,8 +16,9 @@ from typing import Literal
 import torch
 
 from nccl_stream.config import Staging, StreamConfig
-from nccl_stream.device_staging import DeviceCopy, DeviceStager, Stream, is_available
+from nccl_stream.device_staging import DeviceStager, Stream, is_available
 from nccl_stream.errors import ConfigError, DeviceError, MisuseError
+from nccl_stream.staging import StagedCopy, Stager
 from nccl_stream.stores.owned_pieces import OwnedPieces
 from nccl_stream.stores.tensors import copy_tensor
 from nccl_stream.transport.arena import Arena, Slot
@@ -57,7 +58,7 @@ class OwnedBytes:
     place: Place = "device"
     climbs: bool = False
     nbytes: int = 0
-    copies: tuple[DeviceCopy, ...] = ()
+    copies: tuple[StagedCopy, ...] = ()
     checksum: int | None = None
 
     def features(self) -> dict[str, torch.Tensor]:
@@ -144,8 +145,8 @@ class SampleMemory:
         device_arena: Arena | None = None,
         host_arena: Arena | None = None,
         device_bytes: int = 0,
-        down: DeviceStager | None = None,
-        up: DeviceStager | None = None,
+        down: Stager | DeviceStager | None = None,
+        up: Stager | DeviceStager | None = None,
         chunk_bytes: int = 0,
         current_stream: Callable[[], Stream] | None = None,
     ) -> None:
@@ -283,7 +284,7 @@ class SampleMemory:
 
     def _bring_to_host(
         self,
-        stager: DeviceStager,
+        stager: Stager | DeviceStager,
         sample_id: str,
         layout: SlotLayout,
         tensors: Mapping[str, torch.Tensor],
@@ -301,7 +302,7 @@ class SampleMemory:
         return owned
 
     def _copy_down(
-        self, stager: DeviceStager, owned: OwnedBytes, tensors: Mapping[str, torch.Tensor], *, donate: bool
+        self, stager: Stager | DeviceStager, owned: OwnedBytes, tensors: Mapping[str, torch.Tensor], *, donate: bool
     ) -> None:
         """Queue the copies of a sample, and note each in ``owned`` as soon as it is under way."""
         layout, stream = owned.layout, self._current_stream()
