@@ -1,4 +1,4 @@
-"""Work on GPU memory that the compiled core does: copies nobody waits for, packing, checksums, page-locking.
+"""Work on GPU memory that the compiled core does: copies nobody waits for, packing, checksums.
 
 Only where :func:`is_available`. A runtime other than CUDA's can be given for tests: the compiled core has an imagined
 one, ``FakeRuntime``, with the order of streams and events and with errors on demand.
