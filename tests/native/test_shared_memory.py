@@ -180,6 +180,13 @@ def test_forked_child_that_ends_leaves_the_name_to_its_parent(name: str, core: s
     assert finish(parent) == 0
 
 
+def test_pool_that_is_never_closed_takes_its_name_away_at_exit(name: str, core: str) -> None:
+    process = start("pool = PinnedPool(1 << 20, shared_memory=sys.argv[1])", name, core=core)
+    assert finish(process) == 0
+    with pytest.raises(MisuseError):
+        open_shared(name)
+
+
 def test_create_more_than_the_file_system_has_is_a_capacity_error_and_leaves_nothing(name: str) -> None:
     status = os.statvfs("/dev/shm")
     with pytest.raises(CapacityError) as caught:
