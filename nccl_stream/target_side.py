@@ -41,8 +41,9 @@ from nccl_stream.outgoing import OutgoingStreams, PieceSending
 from nccl_stream.refs import SampleRef
 from nccl_stream.side import Side, take_due
 from nccl_stream.store import StoreHandle, StoreHealth
-from nccl_stream.stores.nccl import NcclFeatureStore, OwnedBytes
+from nccl_stream.stores.nccl import NcclFeatureStore
 from nccl_stream.stores.owned_pieces import OwnedPieces
+from nccl_stream.stores.staged import OwnedBytes
 from nccl_stream.watermarks import WatermarkGate
 from nccl_stream.wire_header import make_header
 
@@ -332,6 +333,7 @@ class TargetSide(Side):
                 "closed": self.delivery.closed,
                 "error": self.delivery.error[:1000],
                 "books": dict(vars(self.delivery.books)),
+                "waiting_bytes": dict(self.store.memory.used_bytes),
                 "paused_s": round(self.paused_s + self.store.room_waited_s + self.streams.waited_s, 6),
             }
 
