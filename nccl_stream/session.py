@@ -40,9 +40,10 @@ from nccl_stream.links import Links
 from nccl_stream.prompts import shard_prompts
 from nccl_stream.sharing import SharedTensors
 from nccl_stream.statistics import StreamStatistics, read_statistics
-from nccl_stream.stores.nccl import NcclFeatureStore, OwnedBytes
+from nccl_stream.stores.nccl import NcclFeatureStore
 from nccl_stream.stores.owned_pieces import OwnedPieces
 from nccl_stream.stores.residency import Residency
+from nccl_stream.stores.staged import OwnedBytes, make_sample_memory
 from nccl_stream.target_side import TargetQueue, TargetSide
 from nccl_stream.transport.arena import Arena
 from nccl_stream.transport.engine import TransferEngine
@@ -332,6 +333,7 @@ class Stream:
         else:
             self._side = DraftSide(config, place.rank, place.num_targets, place.num_drafts, restart_timeout=restart)
         self._node = Node(client, shape, identity, timing, self._side)
+        self._memory = make_sample_memory(config, self.device) if place.role == "target" else None
         engine = TransferEngine(
             self.device, depth=config.depth, issue=config.issue, timeout=config.transfer_timeout, name="nccl-stream"
         )
@@ -343,6 +345,7 @@ class Stream:
             side=0 if place.role == "target" else 1,
             device=self.device,
             open_timeout=min(LINK_ATTEMPT_S, config.connect_timeout),
+            wrap=lambda link: link if self._memory is None else self._memory.reachable_by(link),
         )
         self.store = self._make_store(self._side)
         self.queue: TargetQueue | DraftQueue
@@ -367,7 +370,7 @@ class Stream:
                 inbound=side,
                 on_dropped=side.memory_freed,
             )
-        self._arena = Arena(config.max_bytes + config.slot_bytes(), self.device)
+        assert self._memory is not None
         window = self._place.num_drafts * config.samples_per_round
         residency: Residency[OwnedBytes | OwnedPieces] = Residency(
             # A draft that lacks samples may always be given a round, whatever the others hold: see room_for().
@@ -376,7 +379,7 @@ class Stream:
             high_watermark_bytes=config.high_watermark,
             low_watermark_bytes=config.low_watermark,
             name="NcclFeatureStore",
-            on_free=_free_owned,
+            on_free=self._memory.free,
         )
         return NcclFeatureStore(
             uri,
@@ -384,7 +387,7 @@ class Stream:
             max_sample_bytes=config.max_sample_bytes,
             chunk_bytes=config.chunk_bytes,
             residency=residency,
-            arena=self._arena,
+            memory=self._memory,
             soft_cap_bytes=config.max_bytes,
             soft_cap_samples=config.max_samples,
             starving=side.starving,
@@ -707,12 +710,7 @@ class Stream:
             left += self._side.close_janitor(1.0)
         left += self._node.close(CLOSE_S)
         self.store.close()
+        if self._memory is not None and not self._memory.close(CLOSE_S):
+            left.append("copies to or from the GPU")
         if left:
             logger.error("threads that could not be joined are left behind: %s", ", ".join(left))
-
-
-def _free_owned(owned: OwnedBytes | OwnedPieces) -> None:
-    if isinstance(owned, OwnedPieces):
-        owned.close()
-    elif owned.slot is not None:
-        owned.slot.settle()

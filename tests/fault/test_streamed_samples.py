@@ -39,11 +39,12 @@ def errors(*members):
     return [worker.error for worker in members if worker.error is not None]
 
 
-def test_many_streams_of_all_lengths_among_whole_samples(tmp_path):
+@pytest.mark.parametrize(("end", "assignment"), [("ragged", "demand"), ("drop", "static")])
+def test_many_streams_of_all_lengths_among_whole_samples(tmp_path, end, assignment):
     """Totals at and around multiples of the window, several on one link, over two targets and two drafts."""
     lengths = [1, PIECE - 1, PIECE, PIECE + 1, WINDOW * PIECE - 1, WINDOW * PIECE, WINDOW * PIECE + 1, 9 * PIECE + 5]
     spec = {"lengths": lengths, "samples": 4}
-    config = {"end": "ragged", **TIGHT}
+    config = {"end": end, "assignment": assignment, **TIGHT, "max_bytes": 16 << 20}
     with Run(tmp_path, targets=2, drafts=2, config=config, width=WIDTH) as run:
         targets, drafts = start(run, target=spec)
         run.wait_ended(*targets, *drafts)

@@ -12,6 +12,7 @@ import torch
 
 from nccl_stream.config import StreamConfig
 from nccl_stream.errors import (
+    CapacityError,
     ClosedError,
     MisuseError,
     PeerLostError,
@@ -204,3 +205,11 @@ def test_append_to_a_full_window_that_nobody_queues_is_misuse() -> None:
         assert store.health().resident_bytes == 0
         assert store._arena is not None
         assert store._arena.free_bytes == store._arena.capacity_bytes
+
+
+def test_window_of_very_small_pieces_is_refused_for_its_headers() -> None:
+    with target_store() as store:
+        with pytest.raises(CapacityError, match="headers and alignment") as info:
+            StreamHarness(store).open("s", piece_length=1, window=10_000)
+        assert not info.value.can_wait
+        assert store.health().sample_count == 0
