@@ -1,7 +1,8 @@
 # Sourced by the launchers: makes or reuses a virtual environment with the pinned versions.
 
 # ensure_venv DIR EXTRAS: after it, DIR/bin/python has the package (editable) with EXTRAS. Installs only when DIR is
-# new, or pyproject.toml, the pins or the extras have changed since. Call from the repository's root.
+# new, or pyproject.toml, the pins, the extras, the native sources or the compilers on the PATH have changed since. Call
+# from the repository's root.
 ensure_venv() {
     local venv="$1" extras="$2" python="${PYTHON:-python3}" want log
     "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || {
@@ -15,7 +16,13 @@ ensure_venv() {
             return 1
         }
     fi
-    want="$extras $(cat pyproject.toml launch/constraints.txt | cksum)"
+    want="$extras $(
+        {
+            cat pyproject.toml launch/constraints.txt CMakeLists.txt
+            find csrc -type f | LC_ALL=C sort | xargs cat
+            echo "${CC:-} ${CXX:-} ${CUDACXX:-}" "$(type -P c++ g++ clang++ nvcc || true)"
+        } | cksum
+    )"
     log="$venv/install.log"
     if [[ "$(cat "$venv/.installed" 2>/dev/null)" == "$want" ]]; then
         echo "-- $venv is up to date"

@@ -8,7 +8,7 @@ from typing import Any
 
 from nccl_stream.queue import Lease
 
-__all__ = ["accepts_keyword", "ack", "close_queue", "fail", "hand_back", "is_drained"]
+__all__ = ["accepts_keyword", "ack", "close_queue", "fail", "fail_for_good", "hand_back", "is_drained"]
 
 
 def accepts_keyword(function: Callable[..., object], name: str) -> bool:
@@ -34,6 +34,17 @@ def fail(queue: Any, lease: Lease, reason: BaseException) -> None:
         queue.fail(lease, reason=reason)
     else:
         queue.fail(lease)
+
+
+def fail_for_good(queue: Any, lease: Lease, reason: BaseException) -> None:
+    """Fail ``lease`` so that it does not come again, where the queue has a word for that.
+
+    The queue of a draft rank needs none: it knows what it has of the sample.
+    """
+    if accepts_keyword(queue.fail, "final"):
+        queue.fail(lease, reason=reason, final=True)
+    else:
+        fail(queue, lease, reason)
 
 
 def hand_back(queue: Any, lease: Lease) -> None:

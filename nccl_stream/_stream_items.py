@@ -73,6 +73,7 @@ class StreamItems:
         self.awaited_since = clock()
         self._index_of: dict[Hashable, int] = {}  # in registration order
         self._forgotten = 0
+        self._more_promised = False
         self._joined: dict[int, JoinedItem] = {}
         self._in_line: deque[Any] = deque()  # the items from released to available
         self._early: dict[int, Any] = {}  # those that arrived before an earlier one
@@ -118,6 +119,13 @@ class StreamItems:
             What became of it; or, for the last missing piece, the item whose pieces :meth:`complete` now waits for.
         """
         index = self._index_of.get(tensor_id)
+        if index == self.available and not (self._joined or self._early):
+            # _arrive() without what an item that comes in its turn never needs.
+            self._in_line.append(item)
+            self.available = index = index + 1
+            if index < self.registered or self._more_promised:
+                self.awaited_since = self._clock()
+            return _TAKEN
         if index is None:
             return Arrival.UNKNOWN
         if index < self.available or index in self._early:
@@ -137,7 +145,8 @@ class StreamItems:
         joined.pieces.pop(tensor_id, None)
 
     def restart_wait(self) -> None:
-        """Count the wait for the oldest missing item from now."""
+        """Count the wait for the oldest missing item from now, also for one that is promised but not registered."""
+        self._more_promised = True
         self.awaited_since = self._clock()
 
     def between(self, start: int, stop: int) -> list[Any]:
@@ -196,7 +205,8 @@ class StreamItems:
             self._in_line.append(early.pop(index))
             index += 1
         self.available = index
-        self.awaited_since = self._clock()
+        if index < self.registered or self._more_promised:
+            self.awaited_since = self._clock()
 
     def _forget(self) -> None:
         # One pass over the table drops a fixed share of it, so that the cost per item is constant.

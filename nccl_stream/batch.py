@@ -9,6 +9,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
+from nccl_stream.chunk_place import WHOLE, ChunkPlace
 from nccl_stream.errors import SchemaError
 from nccl_stream.refs import FeatureAlgorithm, FrozenDict
 from nccl_stream.schema import schema_of
@@ -27,6 +28,7 @@ class FeatureBatch(Mapping[str, Tensor]):
         attributes: what shapes cannot tell, such as whether last hidden states are taken before the final norm; the
             same as those of the sample's ref. Not a field: a backend sets it on the batch it made.
         sample_ids: ids of the samples in the batch; empty until a loader yields it.
+        place: which part of a streamed sample this is; of any other sample, all.
 
     Raises:
         SchemaError: (a ``ValueError``) none or more than one supervision where the schema wants one, half a pair, or
@@ -39,6 +41,22 @@ class FeatureBatch(Mapping[str, Tensor]):
 
     attributes: Mapping[str, str] = FrozenDict()
     sample_ids: tuple[str, ...] = ()
+    place: ChunkPlace = WHOLE
+
+    @property
+    def start_offset(self) -> int:
+        """Index of the first piece; see :class:`ChunkPlace`."""
+        return self.place.start_offset
+
+    @property
+    def context_items(self) -> int:
+        """How many leading pieces were in earlier batches; see :class:`ChunkPlace`."""
+        return self.place.context_items
+
+    @property
+    def is_final(self) -> bool:
+        """Whether no further part of the sample follows."""
+        return self.place.is_final
 
     def __post_init__(self) -> None:
         schema = schema_of(self.algorithm)
@@ -58,7 +76,7 @@ class FeatureBatch(Mapping[str, Tensor]):
         """Return a batch with every tensor on ``device``; tensors that are there already are shared."""
         moved: dict[str, Any] = {n: t.to(device, non_blocking=non_blocking) for n, t in self.features().items()}
         batch: B = replace(self, **moved)  # type: ignore[type-var]  # every subclass is a dataclass
-        batch.attributes, batch.sample_ids = self.attributes, self.sample_ids
+        batch.attributes, batch.sample_ids, batch.place = self.attributes, self.sample_ids, self.place
         return batch
 
     def __getitem__(self, name: str) -> Tensor:

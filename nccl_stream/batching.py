@@ -6,6 +6,7 @@ any tensor is fetched.
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -156,7 +157,8 @@ class Batcher(Generic[T]):
             self._close(key)
         bucket = self._buckets.setdefault(key, [])
         bucket.append(entry)
-        if len(bucket) == self._rule.most_samples or _tokens(bucket) == self._rule.max_tokens:
+        most_tokens = self._rule.max_tokens
+        if len(bucket) == self._rule.most_samples or (most_tokens is not None and _tokens(bucket) >= most_tokens):
             self._close(key)
 
     def _fits(self, entries: list[_Entry[T]]) -> bool:
@@ -173,11 +175,15 @@ def _tokens(entries: Sequence[_Entry[T]]) -> int:
 
 
 def extent_of(schema: Schema, ref: SampleRef) -> tuple[int, int]:
-    """Return rows and tokens per row of a sample, from the first of its features that has both."""
+    """Return rows and tokens per row of a sample, from the first of its features that has both.
+
+    Nobody knows yet how long a streamed sample becomes: it counts as longer than any other, so with a limit of tokens
+    it comes alone.
+    """
     for feature in schema.features:
         spec = ref.feature_specs.get(feature.name)
         if spec is not None and feature.dims[:2] == ("B", "S") and len(spec.shape) >= 2:
-            return spec.shape[0], spec.shape[1]
+            return spec.shape[0], spec.shape[1] if ref.stream is None else sys.maxsize
     return 1, 0
 
 

@@ -60,6 +60,9 @@ class StreamConfig:
         on_loss: whether samples that died with their owner raise at once (``"raise"``) or only when no owner remains.
         issue: NCCL calls come from a thread of the package (``"thread"``) or from ``stream.pump()`` (``"pump"``).
         check_finite: refuse samples with NaN or infinite values at put; costs a pass over every sample.
+        verify_checksums: send a CRC-32C of every sample along and compare it with what arrived, before anybody sees it;
+            costs two passes over every sample. What differs counts as a failed delivery. On a GPU, for debugging: the
+            thread that serves the links waits for the pass.
         poison: overwrite receive memory when it is freed, to see uses after free. For debugging.
     """
 
@@ -89,6 +92,7 @@ class StreamConfig:
     on_loss: OnLoss = "continue"
     issue: Literal["thread", "pump"] = "thread"
     check_finite: bool = False
+    verify_checksums: bool = False
     poison: bool = False
 
     def __post_init__(self) -> None:

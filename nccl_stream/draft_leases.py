@@ -91,12 +91,20 @@ class DraftLeases:
             self._on_outcome(delivery, "acked")
         return True
 
-    def fail(self, lease: Lease, reason: str) -> FailOutcome:
-        """Return a sample: locally while nobody touched its bytes, else to its owner, which delivers it anew."""
+    def fail(self, lease: Lease, reason: str, *, final: bool = False) -> FailOutcome:
+        """Return a sample: locally while nobody touched its bytes, else to its owner, which delivers it anew.
+
+        ``final``: it must not come again, whatever its budget.
+        """
         outcome = self.table.fail(lease, reason)
         if outcome is not FailOutcome.STALE:
-            self._after_fail(lease.ref, reason)
+            self._after_fail(lease.ref, reason, final=final)
         return outcome
+
+    def renew(self, key: tuple[str, str]) -> None:
+        """The consumer of a leased sample is at work on it."""
+        for lease in [lease for lease in self.table.leases() if _key(lease.ref) == key]:
+            self.table.extend(lease)
 
     def hand_back(self, lease: Lease) -> bool:
         """Give a lease back without counting a delivery; False when it is not live."""
@@ -117,12 +125,12 @@ class DraftLeases:
             self._after_fail(lease.ref, "lease expired")
         return len(expired)
 
-    def _after_fail(self, ref: SampleRef, reason: str) -> None:
+    def _after_fail(self, ref: SampleRef, reason: str, *, final: bool = False) -> None:
         delivery = self._intake.held.get(_key(ref))
         if delivery is None:
             return
         self._failures_here[delivery.key] += 1
-        failures = self._failures_here[delivery.key]
+        failures = self._max_failures + 1 if final else self._failures_here[delivery.key]
         if delivery.touched or delivery.failures + failures > self._max_failures:
             self._return(delivery, "fail", failures, reason)
 

@@ -115,16 +115,17 @@ class DraftQueue:
         """Ack several leases; returns how many were live."""
         return sum(self._side.ack(lease) for lease in leases if not isinstance(lease, PaddingLease))
 
-    def fail(self, lease: Lease, *, reason: str | BaseException | None = None) -> None:
+    def fail(self, lease: Lease, *, reason: str | BaseException | None = None, final: bool = False) -> None:
         """The sample could not be consumed: it comes again, byte-equal, until its retry budget is spent.
 
-        A lease that is not live changes nothing.
+        A lease that is not live changes nothing. With ``final`` the sample does not come again, whatever its budget. A
+        streamed sample of which pieces were released comes again only if it is retained, and is lost otherwise.
         """
         if isinstance(lease, PaddingLease):
             return
         if isinstance(reason, BaseException):
             reason = f"{type(reason).__name__}: {reason}"
-        self._side.fail(lease, reason or "failed by its consumer")
+        self._side.fail(lease, reason or "failed by its consumer", final=final)
 
     def hand_back(self, lease: Lease) -> bool:
         """Return a sample without counting a delivery; whether the lease was live."""

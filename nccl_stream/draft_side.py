@@ -29,11 +29,12 @@ from nccl_stream.coordination.messages import (
 )
 from nccl_stream.coordination.node import Node
 from nccl_stream.coordination.rounds import EndDecision, Rounds, read_end, settle_end
+from nccl_stream.coordination.stream_intake import IncomingPiece, IncomingStream
 from nccl_stream.draft_leases import DraftLeases
 from nccl_stream.errors import (
     CapacityError,
+    ChecksumError,
     ConfigError,
-    LinkError,
     NcclStreamError,
     PeerLostError,
     ProducerFailedError,
@@ -44,11 +45,15 @@ from nccl_stream.errors import (
     WireFormatError,
 )
 from nccl_stream.estates import Estates
+from nccl_stream.incoming import IncomingStreams
 from nccl_stream.leases import FailOutcome, Lease
 from nccl_stream.links import Links
 from nccl_stream.refs import SampleRef
+from nccl_stream.sample_stream import PieceReader
 from nccl_stream.side import Side, take_due
 from nccl_stream.stores.nccl import NcclFeatureStore, Received
+from nccl_stream.stores.pieces import window_bytes
+from nccl_stream.stores.tensors import checksum_of
 from nccl_stream.transport.arena import Arena
 from nccl_stream.wire_header import check_header, make_header
 
@@ -83,6 +88,7 @@ class DraftSide(Side):
         self.intake = DraftIntake(
             self, rank=rank, num_targets=num_targets, num_drafts=num_drafts, static=config.assignment == "static"
         )
+        self.streams = IncomingStreams(self, self.intake, later=self._later)
         self.rounds: Rounds | None = None
         self.cohort = ""
         self.padded = 0
@@ -101,7 +107,7 @@ class DraftSide(Side):
     def wire(self, node: Node, links: Links, store: NcclFeatureStore, arena: Arena) -> None:
         """Second half of construction: the parts that need this one."""
         self.node, self.links, self.store, self.arena = node, links, store, arena
-        self.estates = Estates(self.cond, node, self.intake, later=self._jobs.put, on_read=self._changed)
+        self.estates = Estates(self.cond, node, self.intake, later=self._later, on_read=self._changed)
         self.leases = DraftLeases(
             self.intake,
             lease=self.config.lease,
@@ -109,9 +115,14 @@ class DraftSide(Side):
             on_outcome=self.estates.outcome,
             clock=self._clock,
         )
+        self.streams.wire(store, links, self.leases)
         self._janitor.start()
 
     # -- the janitor: what may not be done where it is found out -------------------------------------------------------
+
+    def _later(self, job: Callable[[], None]) -> None:
+        """Have the janitor do a job; from anywhere, even a finalizer."""
+        self._jobs.put(job)
 
     def memory_freed(self) -> None:
         """The arena's callback; may run inside a finalizer, so it only leaves a note for the janitor."""
@@ -127,6 +138,7 @@ class DraftSide(Side):
     def _grant(self) -> None:
         self.store.collect_dropped()
         with self.cond:
+            self.streams.memory_came_back()
             self.intake.grant()
             self._changed()
 
@@ -144,17 +156,21 @@ class DraftSide(Side):
     def check(self, owner: str, ref: SampleRef) -> int:
         if not ref.store_uri.endswith(f"/{owner}"):
             raise RefError(f"sample {ref.sample_id!r} is announced by {owner} but belongs to {ref.store_uri!r}")
-        nbytes = sum(spec.nbytes for spec in ref.feature_specs.values())
+        if ref.stream is None:
+            nbytes = sum(spec.nbytes for spec in ref.feature_specs.values())
+            slot_bytes = self.store.layout_of(ref.feature_specs).total_bytes
+        else:
+            nbytes = window_bytes(ref.feature_specs, ref.stream)
+            slot_bytes = self.streams.windows(ref).total_bytes
         if nbytes != ref.estimated_bytes:
             raise RefError(f"sample {ref.sample_id!r}: estimated_bytes={ref.estimated_bytes}, its specs make {nbytes}")
-        layout = self.store.layout_of(ref.feature_specs)
-        if layout.total_bytes > self.arena.capacity_bytes or nbytes > self.config.max_sample_bytes:
+        if slot_bytes > self.arena.capacity_bytes or nbytes > self.config.max_sample_bytes:
             raise CapacityError(
-                f"sample {ref.sample_id!r} needs {layout.total_bytes} bytes, this rank takes samples of up to "
+                f"sample {ref.sample_id!r} needs {slot_bytes} bytes, this rank takes samples of up to "
                 f"{self.config.max_sample_bytes} bytes in an arena of {self.arena.capacity_bytes}",
                 can_wait=False,
             )
-        return layout.total_bytes
+        return slot_bytes
 
     def reserve(self, nbytes: int, label: str) -> Any | None:
         return self.arena.reserve(nbytes, label)
@@ -179,7 +195,22 @@ class DraftSide(Side):
 
     def free(self, delivery: Delivery) -> None:
         self.leases.forget(delivery)
-        delivery.slot.settle()
+        if delivery.stream is None:
+            delivery.slot.settle()
+        else:
+            self.streams.close_window(delivery.stream)
+
+    def open_window(self, delivery: Delivery) -> Any:
+        return self.streams.open_window(delivery)
+
+    def piece_slot(self, stream: IncomingStream) -> Any | None:
+        return self.streams.piece_slot(stream)
+
+    def receive_piece(self, piece: IncomingPiece) -> None:
+        self.streams.receive(piece)
+
+    def free_piece(self, piece: IncomingPiece) -> None:
+        self.streams.free(piece)
 
     def propose_end(self, decision: EndDecision) -> None:
         self._defer(lambda documents: self._settle_end(documents, decision))
@@ -200,33 +231,58 @@ class DraftSide(Side):
             self._changed()
 
     def transfer_done(self, token: object) -> None:
+        if isinstance(token, IncomingPiece):
+            self.streams.transfer_done(token)
+            return
         assert isinstance(token, Delivery)
         layout = self.store.layout_of(token.ref.feature_specs)
         expected = make_header(
             token.owner, token.sample_id, gen=token.gen, seq=token.seq, serial=token.serial, delivery=token.number
         )
+        verify, fault = self.config.verify_checksums, ""
         try:
             token.slot.record_ready(self.links.stream(token.owner, token.gen))
-            check_header(layout.read_header(token.slot.buffer), expected, f"sample {token.sample_id!r}")
-        except (LinkError, WireFormatError) as exc:
+            header = layout.read_header(token.slot.buffer)
+            checksum = check_header(header, expected, f"sample {token.sample_id!r}", checksummed=verify)
+            if checksum is not None:
+                self._check_bytes(token, checksum)
+        except ChecksumError as exc:
+            logger.error("%s: %s", self.node.inc, exc)
+            fault = f"ChecksumError: {exc}"
+        except (RuntimeError, WireFormatError) as exc:  # not only a LinkError: on a GPU the look may fail itself
             logger.error("%s: %s", self.node.inc, exc)
             self.links.break_link(token.owner, token.gen, str(exc))
             with self.cond:
                 self._transfer_over(token, ok=False)
             return
         with self.cond:
-            self._transfer_over(token, ok=True)
+            self._transfer_over(token, ok=True, fault=fault)
+
+    def _check_bytes(self, delivery: Delivery, expected: int) -> None:
+        views = self.store.layout_of(delivery.ref.feature_specs).views(delivery.slot.buffer)
+        found = checksum_of(views.values())
+        if found != expected:
+            raise ChecksumError(
+                f"sample {delivery.sample_id!r} of {delivery.owner}, delivery {delivery.number}: its owner computed "
+                f"CRC-32C {expected:08x}, what arrived has {found:08x}. Its bytes were changed in the owner's memory "
+                "(a donated tensor that was written to?) or on the way."
+            )
 
     def transfers_failed(self, inc: str, gen: int, tokens: list[object]) -> None:
         with self.cond:
             self.intake.link_down(inc, gen)
             for token in tokens:
-                assert isinstance(token, Delivery)
-                self._transfer_over(token, ok=False)
+                if isinstance(token, IncomingPiece):
+                    self.streams.transfer_over(token, ok=False)
+                else:
+                    assert isinstance(token, Delivery)
+                    self._transfer_over(token, ok=False)
+            self._changed()
 
-    def _transfer_over(self, delivery: Delivery, *, ok: bool) -> None:
+    def _transfer_over(self, delivery: Delivery, *, ok: bool, fault: str = "") -> None:
         delivery.slot.end_transfer()
-        self.intake.transfer_over(delivery, ok=ok)
+        last = delivery.failures >= self.config.max_failures
+        self.intake.transfer_over(delivery, ok=ok, fault=fault, last=last)
         self._changed()
 
     def link_given_up(self, member: Member, error: Exception) -> None:
@@ -298,6 +354,8 @@ class DraftSide(Side):
                 self.estates.heard(inc, message)
             elif isinstance(message, Obituary):
                 self._defer(lambda documents: self.estates.read(documents, message.owner))
+            else:
+                self.streams.heard(inc, message)
             self._changed()
         self.node.wake()
 
@@ -324,6 +382,7 @@ class DraftSide(Side):
                 "handed": self.leases.handed,
                 "acked": self.leases.table.counts.acked,
                 "bytes": self.intake.statistics.bytes_received,
+                "checksum_failures": self.intake.statistics.faulty,
                 "waited_s": round(self.waited_s, 6),
                 "posthumous": self.estates.posthumous(),
             }
@@ -457,6 +516,11 @@ class DraftSide(Side):
             delivery.slot.hold()
             return Received(delivery.slot, self.store.layout_of(ref.feature_specs))
 
+    def open_reader(self, ref: SampleRef) -> PieceReader:
+        """Inbound: begin to read a leased streamed sample."""
+        with self.cond:
+            return self.streams.open_reader(self.leases.open(ref))
+
     def try_acquire(self, owner: str) -> Lease | None:
         """Lease the next sample if its round has been released; the lock is held."""
         self.leases.expire()
@@ -474,10 +538,10 @@ class DraftSide(Side):
             self._changed()
             return was_live
 
-    def fail(self, lease: Lease, reason: str) -> FailOutcome:
+    def fail(self, lease: Lease, reason: str, *, final: bool = False) -> FailOutcome:
         """Return a sample: locally while nobody touched its bytes, else to its owner, which delivers it anew."""
         with self.cond:
-            outcome = self.leases.fail(lease, reason)
+            outcome = self.leases.fail(lease, reason, final=final)
             self._changed()
             return outcome
 

@@ -29,6 +29,8 @@ __all__ = [
     "SchemaError",
     "SlotsHeldError",
     "SpecMismatchError",
+    "StreamBrokenError",
+    "StreamLostError",
     "VersionMismatchError",
     "WireFormatError",
 ]
@@ -128,6 +130,50 @@ class SamplesLostError(PeerLostError):
 
 class ProducerFailedError(NcclStreamError, RuntimeError):
     """The producing side failed; its error is in the message."""
+
+
+class StreamBrokenError(NcclStreamError, RuntimeError):
+    """The producer of a streamed sample failed, died or gave up before its end. Raised where the sample is read.
+
+    Attributes:
+        sample_id: the sample.
+        num_pieces: pieces that were read before.
+        num_positions: positions that these pieces had.
+        reason: why, in words.
+    """
+
+    def __init__(self, sample_id: str, num_pieces: int, num_positions: int, reason: str) -> None:
+        super().__init__(
+            f"streamed sample {sample_id!r} broke off after {num_pieces} pieces with {num_positions} positions: "
+            f"{reason}"
+        )
+        self.sample_id = sample_id
+        self.num_pieces = num_pieces
+        self.num_positions = num_positions
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.sample_id, self.num_pieces, self.num_positions, self.reason)
+
+
+class StreamLostError(NcclStreamError, RuntimeError):
+    """Nobody can read this streamed sample as a whole any more: its reader stopped or died and pieces of it are gone.
+
+    Raised where the sample is produced, and to whoever tries to read it again. It can be produced anew, under
+    ``retain`` if it shall outlive its reader.
+
+    Attributes:
+        sample_id: the sample.
+        reason: why, in words.
+    """
+
+    def __init__(self, sample_id: str, reason: str) -> None:
+        super().__init__(f"streamed sample {sample_id!r} is lost: {reason}")
+        self.sample_id = sample_id
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.sample_id, self.reason)
 
 
 class FencedError(NcclStreamError, RuntimeError):

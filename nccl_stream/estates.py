@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 
 from nccl_stream.coordination.intake import Delivery, DraftIntake
-from nccl_stream.coordination.journal import JournalReading, read_journal
+from nccl_stream.coordination.journal import TOTALS, JournalReading, read_journal
 from nccl_stream.coordination.kv import ControlStore
 from nccl_stream.coordination.membership import Member
 from nccl_stream.coordination.messages import Estate, Obituary
@@ -74,7 +74,12 @@ class Estates:
         self._obituaries.heard(draft, estate)
 
     def outcome(self, delivery: Delivery, outcome: str) -> None:
-        """A held sample was ``"acked"``, ``"dropped"``, or ``"returned"``; when its owner is dead, nobody gets it."""
+        """A held sample was ``"acked"``, ``"dropped"``, or ``"returned"``; when its owner is dead, nobody gets it.
+
+        A streamed sample that broke off was lost already, with its owner.
+        """
+        if delivery.stream is not None and delivery.stream.broken:
+            return
         of_estate = self._obituaries.outcome(delivery.owner, "lost" if outcome == "returned" else outcome)
         if of_estate and outcome == "returned":
             self._later(lambda: self._report_lost(delivery.owner, (delivery.sample_id,)))
@@ -155,4 +160,4 @@ def _read_journal(documents: ControlStore, owner: str) -> JournalReading:
         return read_journal(documents, owner)
     except WireFormatError as exc:
         logger.error("the journal of %s is damaged; what was lost with it is not known: %s", owner, exc)
-        return JournalReading(dict.fromkeys(("put", "acked", "dropped", "dead"), 0), ())
+        return JournalReading(dict.fromkeys(TOTALS, 0), ())

@@ -267,13 +267,13 @@ class LeaseTable:
             self._recent_acks.popitem(last=False)
         return True
 
-    def fail(self, lease: Lease, reason: str = "failed by its consumer") -> FailOutcome:
-        """End a lease and put its ref at the tail, or among the dead letters when its budget is spent."""
+    def fail(self, lease: Lease, reason: str = "failed by its consumer", *, final: bool = False) -> FailOutcome:
+        """End a lease and put its ref at the tail; or among the dead letters, if its budget is spent or ``final``."""
         entry = self._end(lease)
         if entry is None:
             return FailOutcome.STALE
         self.counts.failed += 1
-        return FailOutcome.REQUEUED if self._requeue(entry, lease.owner, reason) else FailOutcome.DEAD
+        return FailOutcome.REQUEUED if self._requeue(entry, lease.owner, reason, final=final) else FailOutcome.DEAD
 
     def hand_back(self, lease: Lease) -> bool:
         """End a lease as if it had never been: the ref returns to the head and no delivery is counted.
@@ -400,10 +400,10 @@ class LeaseTable:
             entry.lease = None
         return entry
 
-    def _requeue(self, entry: _Entry, owner: str, reason: str) -> bool:
+    def _requeue(self, entry: _Entry, owner: str, reason: str, *, final: bool = False) -> bool:
         key = sample_key(entry.ref)
         entry.lease = None
-        if self.max_redeliveries is not None and entry.redelivery_count >= self.max_redeliveries:
+        if final or (self.max_redeliveries is not None and entry.redelivery_count >= self.max_redeliveries):
             self._dead[key] = DeadLetter(entry.ref, reason, entry.redelivery_count + 1, owner)
             self._dead_bytes += entry.ref.estimated_bytes
             self.counts.dead += 1

@@ -18,12 +18,23 @@ from torch.utils.data import IterableDataset
 from nccl_stream import _compat
 from nccl_stream.batch import FeatureBatch, batch_of
 from nccl_stream.batching import Batcher, BatchRule, collate, extent_of
-from nccl_stream.errors import ConfigError, MisuseError, PeerLostError, ProducerFailedError, SchemaError
+from nccl_stream.chunk_policy import ChunkPolicy
+from nccl_stream.errors import (
+    ClosedError,
+    ConfigError,
+    MisuseError,
+    PeerLostError,
+    ProducerFailedError,
+    SchemaError,
+    StreamBrokenError,
+    StreamLostError,
+)
 from nccl_stream.queue import Lease, SampleRefQueue
 from nccl_stream.refs import FeatureAlgorithm
 from nccl_stream.renewal import LeaseRenewer
 from nccl_stream.schema import schema_of, validate_ref
 from nccl_stream.store import FeatureStore, StoreHandle
+from nccl_stream.streamed_samples import StreamedSamples
 from nccl_stream.vocab import VOCABULARY_ATTRIBUTE, DraftVocabulary
 
 __all__ = ["FeatureDataLoader"]
@@ -36,7 +47,7 @@ WAITING_LOG_S = 30.0
 
 @dataclass(frozen=True)
 class _Held:
-    """A delivered sample that is not settled yet. Padding has no handle: no store holds it."""
+    """A delivered sample that is not settled yet. Neither padding nor a streamed sample has a handle."""
 
     lease: Lease
     handle: StoreHandle | None
@@ -64,6 +75,16 @@ class FeatureDataLoader(IterableDataset[Any]):
     those of the last batch count as failed deliveries, the others as never delivered. A trainer that only catches the
     exception around the ``for`` loop should use the loader as a context manager for that reason.
 
+    A streamed sample comes as a whole when its producer has closed it (with ``max_tokens``, alone); or, with a
+    ``chunk_policy``, chunk by chunk while it is produced. :attr:`FeatureBatch.place` says which part of the sample
+    a batch is. Such a sample counts as one, however many chunks it has: it is acked like others after its final
+    chunk (``batch.is_final``), its lease is renewed until then, and a round ends with a final chunk. Ranks have
+    different numbers of chunks, so synchronize gradients in the backward pass of final chunks only (``no_sync()``
+    for the others). A chunk's tensors are the caller's own. A loop that stops in the middle of a sample gives its
+    memory back; the sample comes again if it was retained, and is lost otherwise. A sample that is not streamed
+    comes as one final chunk. Producers have to keep as many samples open at a time as a batch or a round takes, or
+    they wait for readers that wait for further samples.
+
     It is an ``IterableDataset``: ``DataLoader(loader, batch_size=None)`` works in this process, and with its default
     ``collate_fn`` yields plain dicts. Leases live in the process that took them, so worker processes are refused.
 
@@ -82,10 +103,13 @@ class FeatureDataLoader(IterableDataset[Any]):
         length_buckets: Ascending upper bounds of lengths; a batch takes its samples from between two of them. Samples
             that wait for their batch are leased and occupy memory.
         vocabulary: The draft vocabulary of this side. Samples over another one are refused.
+        chunk_policy: Which pieces of a streamed sample make a batch; an item is a piece. The sample's window must hold
+            the longest chunk with its context, and one piece more. Chunks of several samples are not joined.
 
     Raises:
-        ConfigError: (a ``ValueError``) a value that is not positive, another ``ack``, bounds that do not ascend, or a
-            ``batch_size`` that does not divide the round of the stream.
+        ConfigError: (a ``ValueError``) a value that is not positive, another ``ack``, bounds that do not ascend, a
+            ``batch_size`` that does not divide the round of the stream, or several samples per batch with a
+            ``chunk_policy``.
     """
 
     def __init__(
@@ -101,6 +125,7 @@ class FeatureDataLoader(IterableDataset[Any]):
         max_tokens: int | None = None,
         length_buckets: Sequence[int] = (),
         vocabulary: DraftVocabulary | None = None,
+        chunk_policy: ChunkPolicy | None = None,
     ) -> None:
         if not acquire_poll_interval > 0:
             raise ConfigError(
@@ -109,6 +134,13 @@ class FeatureDataLoader(IterableDataset[Any]):
         if ack not in ("next", "step"):
             raise ConfigError(f"ack must be 'next' or 'step', got {ack!r}")
         rule = BatchRule(batch_size, max_tokens, tuple(length_buckets))
+        if chunk_policy is not None:
+            if rule.most_samples != 1 or rule.max_tokens is not None:
+                raise ConfigError(
+                    "with a chunk_policy a batch is one chunk of one sample: leave out batch_size, max_tokens"
+                )
+            if chunk_policy.continue_after_done:
+                raise ConfigError("a chunk_policy with continue_after_done never ends a sample")
         self._queue = queue
         self._store = store
         self._algorithm = FeatureAlgorithm.EAGLE3 if algorithm is None else algorithm
@@ -125,8 +157,10 @@ class FeatureDataLoader(IterableDataset[Any]):
         # A sample's way: waiting for its batch, in the group that is being fetched, fetched, held until it is settled.
         self._waiting: Batcher[Lease] = Batcher(rule, window=self._per_round if cuts_rounds else None)
         self._group: deque[Lease] = deque()
-        self._fetched: list[tuple[_Held, FeatureBatch]] = []
+        # (A chunk that is not its sample's last has nothing to hold: the sample is still being read.)
+        self._fetched: list[tuple[_Held | None, FeatureBatch]] = []
         self._held: list[tuple[_Held, ...]] = []
+        self._streamed = StreamedSamples(store, chunk_policy)
         self._num_taken = 0
         self._closed = False
         self._pid = os.getpid()
@@ -146,9 +180,12 @@ class FeatureDataLoader(IterableDataset[Any]):
 
     @property
     def sample_ids(self) -> tuple[str, ...]:
-        """Ids of the samples in hand, oldest first."""
+        """Ids of the samples in hand, oldest first, the one that is being read in chunks last."""
         with self._lock:
-            return tuple(held.lease.ref.sample_id for batch in self._held for held in batch)
+            settled_later = [held.lease for batch in self._held for held in batch]
+            being_read = self._streamed.reading
+            leases = settled_later if being_read is None else [*settled_later, being_read]
+            return tuple(lease.ref.sample_id for lease in leases)
 
     @property
     def at_round_end(self) -> bool:
@@ -157,7 +194,7 @@ class FeatureDataLoader(IterableDataset[Any]):
             if not self._is_aligned:
                 return True
             assert self._per_round is not None
-            return not self._waiting and self._num_taken % self._per_round == 0
+            return not self._waiting and self._streamed.reading is None and self._num_taken % self._per_round == 0
 
     def __iter__(self) -> FeatureDataLoader:
         self._check_process()
@@ -177,13 +214,16 @@ class FeatureDataLoader(IterableDataset[Any]):
                 joined, and are failed; with ``ack="step"``, a whole round was yielded without a :meth:`step`; this is
                 another process than the one that made the loader.
             SchemaError: (a ``ValueError``) a ref breaks its schema; it and its stored sample are dropped for good.
+            StreamBrokenError: The producer of a streamed sample failed or died; says how far it got. The sample does
+                not come again.
+            StreamLostError: A streamed sample cannot be read from its beginning any more. It does not come again.
             Exception: What the store or ``collate_fn`` raised; the leases are failed, so the samples come again. Other
                 samples of the batch are kept, and come with the next pull.
         """
         self._check_process()
         if self._ack_on_next:
             self._settle()
-        elif self._per_round is not None and len(self.sample_ids) >= self._per_round:
+        elif self._streamed.reading is None and self._per_round is not None and len(self.sample_ids) >= self._per_round:
             raise MisuseError(
                 f"{len(self.sample_ids)} samples were yielded without a step(), and the stream's memory is sized for "
                 f"{self._per_round} per optimizer step: call loader.step() after each, or raise accumulation in "
@@ -198,22 +238,25 @@ class FeatureDataLoader(IterableDataset[Any]):
         try:
             batch = self._collate([batch for _, batch in fetched])
         except BaseException as error:
-            for held, _ in reversed(fetched):
-                self._give_back(held.lease, error)
+            self._give_back_fetched(fetched, error)
             raise
         with self._lock:
             if not self._closed:
-                self._held.append(tuple(held for held, _ in fetched))
+                if held := tuple(held for held, _ in fetched if held is not None):
+                    self._held.append(held)
                 return batch
         # Closed by another thread meanwhile: the batch must not be yielded, so it was never delivered.
-        for held, _ in reversed(fetched):
-            self._give_back(held.lease, None)
+        self._give_back_fetched(fetched, None)
         self._renewer.close()
         raise StopIteration
 
     def consume_now(self) -> None:
-        """Ack the batch yielded last and release its memory now instead of on the next pull. Idempotent."""
-        self._settle(last_only=True)
+        """Ack the batch yielded last and release its memory now instead of on the next pull. Idempotent.
+
+        Without effect on a chunk that is not its sample's last.
+        """
+        if self._streamed.reading is None:
+            self._settle(last_only=True)
 
     def step(self) -> None:
         """Ack and release all batches yielded so far: call it after the optimizer's step. Idempotent."""
@@ -252,14 +295,27 @@ class FeatureDataLoader(IterableDataset[Any]):
                 "torch.utils.data.DataLoader use num_workers=0 (fetching ahead is the stream's own work)"
             )
 
+    def _give_back_fetched(
+        self, fetched: list[tuple[_Held | None, FeatureBatch]], reason: BaseException | None
+    ) -> None:
+        for held, _ in reversed(fetched):
+            if held is not None:
+                self._give_back(held.lease, reason)
+            elif (lease := self._streamed.reading) is not None:
+                self._give_back(lease, reason)
+
     def _end(self, reason: BaseException | None) -> None:
         """Give everything back (the last batch as failed, if there is a reason) and shut down."""
         with self._lock:
             self._closed = True
             yielded = [[held.lease for held in batch] for batch in self._held]
-            unused = [held.lease for held, _ in self._fetched] + [*self._group, *self._waiting.take_all()]
+            unused = [held.lease for held, _ in self._fetched if held is not None]
+            unused += [*self._group, *self._waiting.take_all()]
+            if (being_read := self._streamed.reading) is not None:
+                yielded.append([being_read])
             self._held, self._fetched = [], []
             self._group.clear()
+        self._streamed.stop()
         last = yielded.pop() if yielded else []
         back = [(lease, None) for batch in yielded for lease in batch]
         ordered = [*back, *((lease, reason) for lease in last), *((lease, None) for lease in unused)]
@@ -274,8 +330,10 @@ class FeatureDataLoader(IterableDataset[Any]):
 
     def _give_back(self, lease: Lease, reason: BaseException | None) -> None:
         self._renewer.drop(lease)
+        if not self._streamed.close(lease):
+            _compat.fail_for_good(self._queue, lease, reason or ClosedError("its reader stopped in the middle"))
         # Only an error can be the sample's fault; an interrupt is not, and must not use up its retry budget.
-        if isinstance(reason, Exception):
+        elif isinstance(reason, Exception):
             _compat.fail(self._queue, lease, reason)
         else:
             _compat.hand_back(self._queue, lease)
@@ -298,14 +356,15 @@ class FeatureDataLoader(IterableDataset[Any]):
         # Ack first. The other way round, a lease that has expired would come again with its sample gone; for the same
         # reason the handle of a lease that was lost is dropped instead of released.
         live = _compat.ack(self._queue, held.lease)
-        if held.handle is None:
-            return  # Padding: no delivery stands behind it, so there is nothing to be late for.
+        if _is_padding(held.lease):
+            return  # No delivery stands behind it, so there is nothing to be late for.
         if not live:
             logger.warning(
                 "the lease of sample %s had expired before its ack; it may be trained on twice",
                 held.lease.ref.sample_id,
             )
-        else:
+            self._streamed.close(held.lease)
+        elif not self._streamed.release(held.lease) and held.handle is not None:
             self._store.release(held.handle)
 
     # -- from the queue to a batch --
@@ -313,27 +372,44 @@ class FeatureDataLoader(IterableDataset[Any]):
     def _fetch_batch(self) -> bool:
         """Fetch the samples of the next batch, waiting for them; False at the end."""
         with self._lock:
-            begun = bool(self._group or self._fetched)
+            begun = bool(self._group or self._fetched or self._streamed.reading is not None)
         if not begun and not self._gather():
             return False
         while True:
             with self._lock:
-                if self._closed or not self._group:
-                    return not self._closed
-                lease = self._group.popleft()
+                if self._closed:
+                    return False
+                lease = self._streamed.reading
+                if lease is None:
+                    if not self._group:
+                        return True
+                    lease = self._group.popleft()
             try:
                 batch, handle = self._materialize(lease)
-            except SchemaError:
-                self._drop_for_good(lease)
-                raise
             except BaseException as error:
-                self._give_back(lease, error)
+                if self._closed and isinstance(error, ClosedError):
+                    # It was close() that ended the wait for a piece.
+                    self._give_back(lease, None)
+                    return False
+                self._refuse(lease, error)
                 raise
             with self._lock:
                 if not self._closed:
+                    if not batch.is_final:
+                        self._fetched.append((None, batch))
+                        return True
                     self._fetched.append((_Held(lease, handle), batch))
                     continue
             self._give_back(lease, None)
+
+    def _refuse(self, lease: Lease, error: BaseException) -> None:
+        """The sample could not be materialized."""
+        if isinstance(error, SchemaError):
+            self._drop_for_good(lease)
+        elif isinstance(error, (StreamBrokenError, StreamLostError)):
+            self._drop_for_good(lease, error)
+        else:
+            self._give_back(lease, error)
 
     def _gather(self) -> bool:
         """Lease the samples of the next batch; False at the end."""
@@ -437,6 +513,8 @@ class FeatureDataLoader(IterableDataset[Any]):
             return batch_of(ref.algorithm, tensors, attributes=ref.attributes), None
         if self._vocabulary is not None and VOCABULARY_ATTRIBUTE in ref.attributes:
             self._vocabulary.require_same(ref.attributes[VOCABULARY_ATTRIBUTE], f"the target of {ref.sample_id!r}")
+        if ref.stream is not None:
+            return self._streamed.next_batch(lease), None
         tensors, handle = self._store.get(ref)
         try:
             # A sample may carry more than the batch has fields for; it goes with the sample.
@@ -446,9 +524,15 @@ class FeatureDataLoader(IterableDataset[Any]):
             raise
         return batch, handle
 
-    def _drop_for_good(self, lease: Lease) -> None:
+    def _drop_for_good(self, lease: Lease, error: BaseException | None = None) -> None:
         self._renewer.drop(lease)
-        _compat.ack(self._queue, lease)
+        self._streamed.close(lease)
+        if error is None:
+            _compat.ack(self._queue, lease)
+        else:
+            _compat.fail_for_good(self._queue, lease, error)
+        if isinstance(error, StreamLostError):
+            return  # Nothing is left of it; or it is somebody else's now.
         try:
             self._store.discard(lease.ref)
         except Exception:

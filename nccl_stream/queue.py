@@ -262,7 +262,7 @@ class SampleRefQueue:
             self._after_leases_ended()
         return count
 
-    def fail(self, lease: Lease, *, reason: str | BaseException | None = None) -> None:
+    def fail(self, lease: Lease, *, reason: str | BaseException | None = None, final: bool = False) -> None:
         """Put a leased ref back at the tail, or among the dead letters once its budget is spent.
 
         A lease that is not live changes nothing. The stored sample stays.
@@ -270,17 +270,18 @@ class SampleRefQueue:
         Args:
             lease: the lease.
             reason: kept with a dead letter.
+            final: whatever the budget, the ref must not come again: nobody can read its sample any more.
         """
         text = f"{type(reason).__name__}: {reason}" if isinstance(reason, BaseException) else reason
         text = text or "failed by its consumer"
         _checked_lease(lease)
         with self._lock:
-            outcome = self._table.fail(lease, text)
+            outcome = self._table.fail(lease, text, final=final)
             if outcome is FailOutcome.REQUEUED:
                 self._work.notify()
             self._after_leases_ended()
         if outcome is FailOutcome.DEAD:
-            logger.warning("sample %s is dead after its last redelivery: %s", lease.ref.sample_id, text)
+            logger.warning("sample %s is dead, it does not come again: %s", lease.ref.sample_id, text)
 
     def hand_back(self, lease: Lease) -> bool:
         """Return a leased ref to the head of the queue as if it had never been acquired; no delivery is counted.

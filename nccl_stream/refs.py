@@ -20,6 +20,7 @@ import torch
 
 from nccl_stream.errors import RefError, WireFormatError
 from nccl_stream.frozen import FrozenDict
+from nccl_stream.stream_spec import StreamSpec
 
 __all__ = [
     "MAX_WIRE_BYTES",
@@ -27,6 +28,7 @@ __all__ = [
     "FeatureSpec",
     "FrozenDict",
     "SampleRef",
+    "StreamSpec",
     "assert_no_tensors",
     "dtype_from_name",
     "dtype_name",
@@ -151,6 +153,8 @@ class SampleRef:
         draft_weight_version: version of the draft's weights.
         attributes: short facts about the features that shapes cannot tell, such as
             ``{"last_hidden_states": "pre_norm"}``; str to str.
+        stream: for a sample that travels in pieces, how it does. ``feature_specs`` then describe one full piece, and
+            ``estimated_bytes`` is the memory of its window.
 
     Raises:
         RefError: (a ``ValueError``) a field breaks its rule; the message names the field.
@@ -168,6 +172,7 @@ class SampleRef:
     target_model_version: str
     draft_weight_version: str
     attributes: Mapping[str, str] = field(default=FrozenDict(), kw_only=True)
+    stream: StreamSpec | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         for name in ("sample_id", "run_id", "store_uri", "target_model_version", "draft_weight_version"):
@@ -202,6 +207,22 @@ class SampleRef:
                 f"SampleRef for {self.algorithm.value} is missing required features {missing}; "
                 f"present={sorted(self.feature_keys)}"
             )
+        if self.stream is not None:
+            self._check_stream(self.stream)
+
+    def _check_stream(self, stream: StreamSpec) -> None:
+        if not isinstance(stream, StreamSpec):
+            _refuse_tensor(stream, "SampleRef.stream")
+            raise RefError(f"SampleRef.stream must be a StreamSpec or None, got {_shorten(stream)}")
+        for name, dim in stream.dims.items():
+            if name not in self.feature_specs:
+                raise RefError(f"SampleRef.stream opens {_shorten(name)!r}, which is not among the features")
+            shape = self.feature_specs[name].shape
+            if dim >= len(shape) or shape[dim] != stream.piece_length:
+                raise RefError(
+                    f"SampleRef.stream opens axis {dim} of {name!r}, which must have piece_length="
+                    f"{stream.piece_length} positions; its shape is {shape}"
+                )
 
     def feature_names(self) -> tuple[str, ...]:
         """Return the feature names in the order the producer chose."""
@@ -231,6 +252,13 @@ class SampleRef:
             "draft_weight_version": self.draft_weight_version,
             "attributes": dict(self.attributes),
         }
+        if self.stream is not None:
+            wire["stream"] = {
+                "dims": dict(self.stream.dims),
+                "piece_length": self.stream.piece_length,
+                "window": self.stream.window,
+                "retain": self.stream.retain,
+            }
         _parse_ref(wire)
         return wire
 
@@ -262,17 +290,20 @@ class SampleRef:
         return _parse_ref(obj)
 
 
+_FIELDS_OF_THEIR_OWN = ("feature_keys", "feature_specs", "stream")
 _WIRE_FIELDS = frozenset(
-    ("v", "features", *(item.name for item in dataclasses.fields(SampleRef) if not item.name.startswith("feature_")))
+    ("v", "features", *(item.name for item in dataclasses.fields(SampleRef) if item.name not in _FIELDS_OF_THEIR_OWN))
 )
+_STREAM_FIELDS = frozenset(item.name for item in dataclasses.fields(StreamSpec))
 
 
 def _parse_ref(obj: object) -> SampleRef:
     if not isinstance(obj, dict):
         raise WireFormatError(f"a ref must be a JSON object, got {type(obj).__name__}")
-    if obj.keys() != _WIRE_FIELDS:
+    # Absent where the sample is not streamed: such a ref has one form, which readers without streams understand too.
+    if obj.keys() - {"stream"} != _WIRE_FIELDS:
         missing = sorted(_WIRE_FIELDS - obj.keys())
-        unknown = sorted(_shorten(name) for name in obj.keys() - _WIRE_FIELDS)
+        unknown = sorted(_shorten(name) for name in obj.keys() - _WIRE_FIELDS - {"stream"})
         raise WireFormatError(f"ref fields: missing {missing}, unknown {unknown[:8]}")
     if type(obj["v"]) is not int or obj["v"] != _WIRE_VERSION:
         raise WireFormatError(f"ref wire version must be {_WIRE_VERSION}, got {_shorten(obj['v'])}")
@@ -290,6 +321,7 @@ def _parse_ref(obj: object) -> SampleRef:
         for name, value in attributes.items()
     }
     try:
+        fields["stream"] = _parse_stream(obj["stream"]) if "stream" in obj else None
         fields["algorithm"] = FeatureAlgorithm(_wire_str(obj["algorithm"], "algorithm"))
         ref = SampleRef(feature_keys=keys, feature_specs=specs, **fields)
     except ValueError as error:
@@ -320,6 +352,24 @@ def _parse_features(features: object) -> tuple[dict[str, str], dict[str, Feature
         if specs[name].nbytes >= MAX_WIRE_INT:
             raise WireFormatError(f"feature {name!r} of shape {dims} is larger than 2**62 bytes")
     return keys, specs
+
+
+def _parse_stream(obj: object) -> StreamSpec:
+    if not isinstance(obj, dict) or obj.keys() != _STREAM_FIELDS:
+        raise WireFormatError(f"ref stream must be an object of {sorted(_STREAM_FIELDS)}")
+    dims = obj["dims"]
+    if not isinstance(dims, dict) or len(dims) > MAX_FEATURES:
+        raise WireFormatError(f"ref stream dims must be an object of at most {MAX_FEATURES} members")
+    if type(obj["retain"]) is not bool:
+        raise WireFormatError("ref stream retain must be true or false")
+    return StreamSpec(
+        dims={
+            _wire_str(name, "feature name", MAX_NAME_CHARS): _wire_int(dim, "open axis") for name, dim in dims.items()
+        },
+        piece_length=_wire_int(obj["piece_length"], "piece_length"),
+        window=_wire_int(obj["window"], "window"),
+        retain=obj["retain"],
+    )
 
 
 def _wire_str(value: object, what: str, limit: int = MAX_TEXT_CHARS) -> str:

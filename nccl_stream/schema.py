@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 
 from nccl_stream.errors import MisuseError, SchemaError
-from nccl_stream.refs import FeatureAlgorithm, FeatureSpec, FrozenDict, SampleRef
+from nccl_stream.refs import FeatureAlgorithm, FeatureSpec, FrozenDict, SampleRef, StreamSpec
 
 __all__ = [
     "FRAME_ATTRIBUTE",
@@ -149,8 +149,8 @@ class Schema:
 
         Raises:
             SchemaError: (``ValueError``) another algorithm or version, a required feature missing, no or several
-                supervision encodings, partial packing, an attribute missing; with ``shapes``, a shape or dtype that
-                does not fit.
+                supervision encodings, partial packing, an attribute missing, a stream that is not open along the
+                sequence; with ``shapes``, a shape or dtype that does not fit.
         """
         name = self.algorithm.value
         if ref.algorithm is not self.algorithm:
@@ -167,6 +167,8 @@ class Schema:
         self.check_packing(present)
         self._check_supervision(ref)
         self.check_attributes(present, ref.attributes)
+        if ref.stream is not None:
+            self._check_stream(ref.feature_specs, ref.stream)
         if shapes:
             self.check_specs(ref.feature_specs)
 
@@ -199,6 +201,25 @@ class Schema:
                         f"with {feature}, the attribute {attribute!r} of a sample must be one of {list(values)}, "
                         f"got {attributes.get(attribute)!r}"
                     )
+
+    def open_dims(self, present: Iterable[str]) -> dict[str, int]:
+        """Return the sequence axis of each of the features ``present`` that has one: where a streamed sample is open.
+
+        Raises:
+            SchemaError: (``ValueError``) packing features: a streamed sample is one document.
+        """
+        names = set(present)
+        if packed := sorted(names.intersection(self.packing)):
+            raise SchemaError(f"a streamed sample cannot be packed, it is one document: got {packed}")
+        return {f.name: f.dims.index("S") for f in self.features if f.name in names and "S" in f.dims}
+
+    def _check_stream(self, specs: Mapping[str, FeatureSpec], stream: StreamSpec) -> None:
+        wanted = self.open_dims(specs)
+        found = {name: dim for name, dim in stream.dims.items() if name in self.names}
+        if found != wanted:
+            raise SchemaError(
+                f"a streamed sample must be open along the sequence, {wanted}; this one is open in {found}"
+            )
 
     def check_specs(self, specs: Mapping[str, FeatureSpec]) -> None:
         """Check shapes and dtypes of the known features in ``specs`` against each other.

@@ -41,6 +41,7 @@ from nccl_stream.prompts import shard_prompts
 from nccl_stream.sharing import SharedTensors
 from nccl_stream.statistics import StreamStatistics, read_statistics
 from nccl_stream.stores.nccl import NcclFeatureStore, OwnedBytes
+from nccl_stream.stores.owned_pieces import OwnedPieces
 from nccl_stream.stores.residency import Residency
 from nccl_stream.target_side import TargetQueue, TargetSide
 from nccl_stream.transport.arena import Arena
@@ -365,7 +366,7 @@ class Stream:
             )
         self._arena = Arena(config.max_bytes + config.slot_bytes(), self.device)
         window = self._place.num_drafts * config.samples_per_round
-        residency: Residency[OwnedBytes] = Residency(
+        residency: Residency[OwnedBytes | OwnedPieces] = Residency(
             # A draft that lacks samples may always be given a round, whatever the others hold: see room_for().
             max_samples=None if config.max_samples is None else config.max_samples + window,
             max_bytes=config.max_bytes + window * config.max_sample_bytes,
@@ -385,6 +386,8 @@ class Stream:
             soft_cap_samples=config.max_samples,
             starving=side.starving,
             check_finite=config.check_finite,
+            outbound=side.streams,
+            checksums=config.verify_checksums,
         )
 
     # -- joining -----------------------------------------------------------------------------------------------------
@@ -582,14 +585,15 @@ class Stream:
             return read_statistics(None, self._side)
 
     def on_lost(self, callback: Callable[[tuple[str, ...]], None]) -> None:
-        """Call ``callback`` with the ids of samples that died with their owner, on a thread of the package. Draft side.
+        """Call ``callback`` with the ids of samples that are lost, to be produced again, on a thread of the package.
 
-        Raises:
-            MisuseError: this is a target rank.
+        On a draft rank: those that died with their owner. On a target rank: its streamed samples that broke off, or
+        whose reader died, stopped or failed after it had given pieces back, and that were not retained.
         """
-        if not isinstance(self._side, DraftSide):
-            raise MisuseError("on_lost() is for draft ranks")
-        self._side.estates.on_lost = callback
+        if isinstance(self._side, DraftSide):
+            self._side.estates.on_lost = callback
+        else:
+            self._side.streams.on_lost = callback
 
     def dead_letters(self) -> list[Any]:
         """Samples of this target whose retry budget is spent; empty on a draft."""
@@ -696,6 +700,8 @@ class Stream:
             logger.error("threads that could not be joined are left behind: %s", ", ".join(left))
 
 
-def _free_owned(owned: OwnedBytes) -> None:
-    if owned.slot is not None:
+def _free_owned(owned: OwnedBytes | OwnedPieces) -> None:
+    if isinstance(owned, OwnedPieces):
+        owned.close()
+    elif owned.slot is not None:
         owned.slot.settle()

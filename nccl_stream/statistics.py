@@ -23,7 +23,8 @@ class StreamStatistics(Mapping[str, Any]):
 
     Attributes:
         totals: the books of the run, and ``redelivered``, ``late``, ``bytes`` (sent by targets), ``paused_s``
-            (producers held back), ``waited_s`` (consumers waiting), both summed over ranks.
+            (producers held back), ``waited_s`` (consumers waiting), ``checksum_failures`` (deliveries that did not
+            arrive as they were put), all summed over ranks.
         owners: the books per owner incarnation.
         ranks: per incarnation, the status it published last.
         local: this rank's own counters, as of now.
@@ -75,7 +76,7 @@ def _add_up(
 ) -> StreamStatistics:
     owners: dict[str, dict[str, int]] = {}
     totals: dict[str, Any] = {**dict.fromkeys(BOOKS, 0), "redelivered": 0, "late": 0, "bytes": 0}
-    totals.update(paused_s=0.0, waited_s=0.0)
+    totals.update(checksum_failures=0, paused_s=0.0, waited_s=0.0)
     for inc, status in statuses.items():
         if status.get("role") == "target":
             books = status.get("books", {})
@@ -86,6 +87,7 @@ def _add_up(
             totals["paused_s"] += _number(status, "paused_s")
         else:
             totals["waited_s"] += _number(status, "waited_s")
+            totals["checksum_failures"] += int(_number(status, "checksum_failures"))
     for inc, document in obituaries.items():
         owners[inc] = _closed_books(inc, document, statuses)
     for books in owners.values():

@@ -11,8 +11,9 @@ from typing import TypeVar
 
 import torch
 
-from nccl_stream.errors import SampleNotFoundError
-from nccl_stream.refs import FeatureAlgorithm, SampleRef
+from nccl_stream.errors import MisuseError, SampleNotFoundError
+from nccl_stream.refs import FeatureAlgorithm, FeatureSpec, SampleRef
+from nccl_stream.sample_stream import OpenFeatureSpec, PieceReader, StreamWriter
 
 __all__ = ["FeatureStore", "StoreHandle", "StoreHealth"]
 
@@ -112,6 +113,9 @@ class FeatureStore(ABC):
     ) -> tuple[dict[str, torch.Tensor], StoreHandle]:
         """Materialize a sample.
 
+        A streamed sample is joined: blocks until its producer has closed it, and returns memory of its own. Unless it
+        is retained, that uses it up: it cannot be got a second time.
+
         Args:
             ref: a ref of this store.
             device: where the tensors shall be; None leaves each on the device it was put on.
@@ -123,8 +127,62 @@ class FeatureStore(ABC):
         Raises:
             SampleNotFoundError: (``KeyError``) the ref belongs to another store, or the sample is gone.
             SpecMismatchError: (``RuntimeError``) what is stored has another shape or dtype than the ref says.
+            StreamBrokenError: the producer of a streamed sample failed or died before its end.
+            StreamLostError: pieces of a streamed sample are gone.
             ClosedError: (``RuntimeError``) the store is closed.
         """
+
+    def open_stream(
+        self,
+        sample_id: str,
+        specs: Mapping[str, FeatureSpec | OpenFeatureSpec],
+        run_id: str,
+        algorithm: FeatureAlgorithm = FeatureAlgorithm.EAGLE3,
+        schema_version: int = 1,
+        target_model_version: str = "0",
+        draft_weight_version: str = "0",
+        num_tokens: int = 0,
+        *,
+        piece_length: int,
+        window: int,
+        retain: bool = False,
+        attributes: Mapping[str, str] | None = None,
+    ) -> StreamWriter:
+        """Open a sample that is put in pieces. Does not wait for room.
+
+        The window's bytes are reserved here, as a put's are; appending asks no cap or watermark again, except that of a
+        retained sample.
+
+        Args:
+            sample_id: unique among the samples now in the store.
+            specs: feature to spec, at least one of them an :class:`OpenFeatureSpec`; their order becomes the ref's.
+                Features with a plain :class:`FeatureSpec` come once, with the first piece.
+            run_id: as for :meth:`put`, like all that is not listed here.
+            piece_length: positions of a full piece.
+            window: pieces that may be unreleased at a time. A reader needs as many as its longest chunk has pieces,
+                and one more to work on a chunk while the next one comes.
+            retain: keep all pieces until the sample is consumed, so that it can be read again from its beginning.
+
+        Raises:
+            MisuseError: (``ValueError``) bad or duplicate id, specs, sizes or features, or a store without streams.
+            CapacityError: (``MemoryError``) a cap would be exceeded; ``can_wait`` tells whether waiting helps.
+            ClosedError: (``RuntimeError``) the store is closed.
+        """
+        raise MisuseError(f"a {type(self).__name__} takes no streamed samples: put sample {sample_id!r} as a whole")
+
+    def open_reader(self, ref: SampleRef) -> PieceReader:
+        """Begin to read a streamed sample, from its first piece. Does not wait for it.
+
+        Args:
+            ref: the ref of a streamed sample.
+
+        Raises:
+            MisuseError: (``ValueError``) the sample is not streamed.
+            SampleNotFoundError: (``KeyError``) the ref belongs to another store, or the sample is gone.
+            StreamLostError: pieces of it were released to an earlier reader, and it is not retained.
+            ClosedError: (``RuntimeError``) the store is closed.
+        """
+        raise MisuseError(f"a {type(self).__name__} holds no streamed samples such as {ref.sample_id!r}")
 
     @abstractmethod
     def release(self, handle: StoreHandle) -> None:

@@ -121,6 +121,8 @@ class StreamBuffer:
         self._run_chunks = 0
         self._next = self._span_of_run(delivered=0, chunk_index=0, keep_from=0)
         self._first_stop = self._next[1]
+        # While fewer items than this are available, there is neither a chunk nor an end. 0 when that is not known.
+        self._needed = 0 if producer_done else self._first_stop
         self._delivered = 0
         self._context = 0
         self._chunks_popped = 0
@@ -162,11 +164,17 @@ class StreamBuffer:
             ClosedError: the stream has ended.
         """
         with self._lock:
-            self._require_registrable(1)
+            if self._ended or self._promised_pieces:
+                self._require_registrable(1)
             self._items.register(tensor_id)
             if self.walk_tagged or not self._runs:
                 self._extend_runs(walk)
-            self._wake()
+                self._wake()
+                return
+            # The same without a call, on the path of every item; as in put().
+            self._maybe_ready = True
+            if self._num_waiting:
+                self._changed.notify_all()
 
     def pre_read_register_joined(self, tensor_ids: Sequence[Hashable], walk: str | None = None) -> None:
         """Give the next index of the stream to one item that arrives in pieces.
@@ -210,7 +218,9 @@ class StreamBuffer:
         """
         with self._lock:
             outcome = self._items.offer(tensor_id, item)
-            self._wake()
+            self._maybe_ready = True
+            if self._num_waiting:
+                self._changed.notify_all()
             if outcome is _TAKEN:
                 return
             if isinstance(outcome, Arrival):
@@ -289,6 +299,12 @@ class StreamBuffer:
                 any.
         """
         with self._lock:
+            items = self._items
+            if items.available < self._needed and items.available == items.registered:
+                # Polled after every item, so told apart cheaply: the chunk is not full, and nothing is owed.
+                if not self._edges:
+                    self._maybe_ready = False
+                return False
             return self._is_ready(consumer_walk)
 
     def wait_chunk_ready(self, timeout: float, consumer_walk: str | None = None) -> bool:
@@ -443,6 +459,8 @@ class StreamBuffer:
         logger.debug("%s: dropped a put of %r: %s", self._name, tensor_id, "late" if self._ended else why.name)
 
     def _wake(self) -> None:
+        is_plain = not (self._producer_done or self._ended or self._failure is not None) and len(self._runs) < 2
+        self._needed = self._next[1] if is_plain else 0
         self._maybe_ready = True
         if self._num_waiting:
             self._changed.notify_all()

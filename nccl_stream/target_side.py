@@ -36,10 +36,12 @@ from nccl_stream.errors import (
 )
 from nccl_stream.leases import Lease
 from nccl_stream.links import Links
+from nccl_stream.outgoing import OutgoingStreams, PieceSending
 from nccl_stream.refs import SampleRef
 from nccl_stream.side import Side, take_due
 from nccl_stream.store import StoreHandle, StoreHealth
 from nccl_stream.stores.nccl import NcclFeatureStore, OwnedBytes
+from nccl_stream.stores.owned_pieces import OwnedPieces
 from nccl_stream.watermarks import WatermarkGate
 from nccl_stream.wire_header import make_header
 
@@ -88,9 +90,10 @@ class TargetSide(Side):
             abreast=None if config.end == "ragged" else config.samples_per_round,
             prefer=target_rank,
         )
+        self.streams = OutgoingStreams(self, self.delivery, self._transfer_refused)
         self._rank = target_rank
         self._num_targets = num_targets
-        self._pinned: dict[str, tuple[OwnedBytes, StoreHandle]] = {}
+        self._pinned: dict[str, tuple[OwnedBytes | OwnedPieces, StoreHandle]] = {}
         self._recent: OrderedDict[str, None] = OrderedDict()
         self._orders: dict[str, int] = {}
         self._num_offered = 0
@@ -135,7 +138,11 @@ class TargetSide(Side):
             order = self._orders.pop(ref.sample_id, self._num_offered * self._num_targets + self._rank)
             self._num_offered += 1
             self._journal.opened(ref.sample_id)
-            self.delivery.offer(ref.sample_id, ref.to_wire(), owned.layout.total_bytes, order)
+            if isinstance(owned, OwnedPieces):
+                self.streams.offered(owned)
+                self.delivery.offer(ref.sample_id, ref.to_wire(), owned.nbytes, order, owned.stream)
+            else:
+                self.delivery.offer(ref.sample_id, ref.to_wire(), owned.layout.total_bytes, order)
             self._changed()
         self.node.wake()
 
@@ -172,16 +179,34 @@ class TargetSide(Side):
 
     def transmit(self, draft: str, gen: int, seq: int, sample: OwnedSample) -> None:
         owned, _ = self._pinned[sample.sample_id]
+        assert isinstance(owned, OwnedBytes)
         header = make_header(
-            self.node.inc, sample.sample_id, gen=gen, seq=seq, serial=sample.serial, delivery=sample.delivery
+            self.node.inc,
+            sample.sample_id,
+            gen=gen,
+            seq=seq,
+            serial=sample.serial,
+            delivery=sample.delivery,
+            checksum=owned.checksum,
         )
         owned.layout.write_header(owned.buffer, header)
         token = _Sending(draft, gen, seq, sample.sample_id, sample.nbytes)
         if not self.links.send(draft, gen, token, owned.wire_buffers()):
-            self._defer(lambda _: self.transfers_failed(draft, gen, [token]))
+            self._transfer_refused(draft, gen, token)
+
+    def _transfer_refused(self, draft: str, gen: int, token: object) -> None:
+        self._defer(lambda _: self.transfers_failed(draft, gen, [token]))
+
+    def transmit_piece(self, draft: str, gen: int, turn: int, sample: OwnedSample, piece: int) -> None:
+        self.streams.transmit(draft, gen, turn, sample, piece)
+
+    def pieces_gone(self, sample: OwnedSample, count: int) -> None:
+        self.streams.pieces_gone(sample, count)
 
     def settled(self, sample: OwnedSample) -> None:
-        _, handle = self._pinned.pop(sample.sample_id)
+        owned, handle = self._pinned.pop(sample.sample_id)
+        if isinstance(owned, OwnedPieces):
+            self.streams.settled(owned)
         self._recent[sample.sample_id] = None
         if len(self._recent) > REMEMBERED_IDS:
             self._recent.popitem(last=False)
@@ -202,16 +227,22 @@ class TargetSide(Side):
             self._changed()
 
     def transfer_done(self, token: object) -> None:
-        assert isinstance(token, _Sending)
         with self.cond:
-            self.delivery.sent(token.draft, token.gen, token.seq, token.sample_id, token.nbytes)
+            if isinstance(token, PieceSending):
+                self.streams.transfer_over(token, ok=True)
+            else:
+                assert isinstance(token, _Sending)
+                self.delivery.sent(token.draft, token.gen, token.seq, token.sample_id, token.nbytes)
             self._changed()
 
     def transfers_failed(self, inc: str, gen: int, tokens: list[object]) -> None:
         with self.cond:
             for token in tokens:
-                assert isinstance(token, _Sending)
-                self.delivery.transfer_over(token.sample_id)
+                if isinstance(token, PieceSending):
+                    self.streams.transfer_over(token, ok=False)
+                else:
+                    assert isinstance(token, _Sending)
+                    self.delivery.transfer_over(token.sample_id)
             self.delivery.link_down(inc, gen)
             self._changed()
 
@@ -250,7 +281,7 @@ class TargetSide(Side):
             return
         with self.cond:
             if isinstance(message, Ready):
-                self.delivery.ready(inc, message.gen, message.seq)
+                self.delivery.ready(inc, message.gen, message.seq, message.turn)
             elif isinstance(message, Refuse):
                 self.delivery.refused(inc, message.gen, message.seq, message.reason, fault=message.fault)
             elif isinstance(message, Adopt):
@@ -263,6 +294,8 @@ class TargetSide(Side):
                 self.stop(message.reason or "asked to stop")
             elif isinstance(message, End):
                 self._take_end(EndDecision.of(message), [str(inc) for inc in message.members])
+            else:
+                self.streams.heard(inc, message)
             self._changed()
 
     def on_tick(self, documents: ControlStore) -> None:
@@ -273,6 +306,7 @@ class TargetSide(Side):
                 self.delivery.stop_awaiting(rank)
                 self._changed()
         self._run_tasks(documents)
+        self.streams.tick()
         with self.cond:
             writes, deletes = self._journal.take_writes()
         documents.set_many(writes)
@@ -303,9 +337,13 @@ class TargetSide(Side):
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def wait_settled(self, log_every: float = 10.0) -> None:
-        """Block until every sample has its outcome, or nobody is left who could bring one."""
+        """Block until every sample has its outcome, or nobody is left who could bring one.
+
+        Streamed samples that are still open fail: their producers are not waited for.
+        """
         next_log = self._clock() + log_every
         with self.cond:
+            self.streams.fail_open("the stream was closed before it")
             while not self.delivery.all_settled and (
                 self.delivery.anybody_left or any(self.delivery.unacked().values())
             ):

@@ -13,9 +13,21 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from nccl_stream.coordination.messages import Announce, Message, OwnerState
+from nccl_stream.coordination.messages import (
+    Announce,
+    AnnouncePiece,
+    Message,
+    OwnerState,
+    PieceReady,
+    PieceSkip,
+    Progress,
+    StreamEnd,
+    StreamOpen,
+    Withdraw,
+)
+from nccl_stream.coordination.stream_owner import OwnedStream
 
-__all__ = ["Books", "DeadLetter", "OwnedSample", "OwnerDelivery", "OwnerPort", "Phase"]
+__all__ = ["Books", "DeadLetter", "LostStream", "OwnedSample", "OwnerDelivery", "OwnerPort", "Phase"]
 
 
 GONE_TOLD = 64  # far more drafts than can end between two messages
@@ -46,6 +58,7 @@ class OwnedSample:
     seq: int = -1
     sends: int = 0
     outcome: str = ""
+    stream: OwnedStream | None = None
 
 
 @dataclass(frozen=True)
@@ -58,21 +71,30 @@ class DeadLetter:
     draft: str
 
 
+@dataclass(frozen=True)
+class LostStream:
+    """A streamed sample that nobody can read as a whole any more, and why."""
+
+    sample_id: str
+    reason: str
+
+
 @dataclass
 class Books:
-    """``put = acked + dropped + dead + resident`` at every moment, counted per owner."""
+    """``put = acked + dropped + dead + lost + resident`` at every moment, counted per owner."""
 
     put: int = 0
     acked: int = 0
     dropped: int = 0
     dead: int = 0
+    lost: int = 0
     resident: int = 0
     redelivered: int = 0
     late: int = 0
     bytes_sent: int = 0
 
     def balanced(self) -> bool:
-        return self.put == self.acked + self.dropped + self.dead + self.resident
+        return self.put == self.acked + self.dropped + self.dead + self.lost + self.resident
 
 
 class OwnerPort(Protocol):
@@ -82,6 +104,14 @@ class OwnerPort(Protocol):
 
     def transmit(self, draft: str, gen: int, seq: int, sample: OwnedSample) -> None:
         """Send the sample's bytes; :meth:`OwnerDelivery.sent` or a link failure reports how it went."""
+        ...
+
+    def transmit_piece(self, draft: str, gen: int, turn: int, sample: OwnedSample, piece: int) -> None:
+        """Send one piece of a streamed sample; :meth:`OwnerDelivery.piece_sent` or a link failure says how it went."""
+        ...
+
+    def pieces_gone(self, sample: OwnedSample, count: int) -> None:
+        """The first ``count`` pieces of a streamed sample are not needed any more."""
         ...
 
     def settled(self, sample: OwnedSample) -> None:
@@ -97,14 +127,17 @@ class _Draft:
     linked: bool = False
     ended: bool = False
     next_seq: int = 0
-    send_seq: int = 0
-    answers: dict[int, bool] = field(default_factory=dict)
-    by_seq: dict[int, str] = field(default_factory=dict)
+    by_seq: dict[int, str] = field(default_factory=dict)  # announced and not answered
+    next_turn: int = 0
+    # Receives posted there whose turn has not come: number of the announcement, or of the piece, and the sample.
+    turns: dict[int, tuple[int, OwnedSample, bool]] = field(default_factory=dict)
+    pieces: dict[tuple[int, int, int], OwnedSample] = field(default_factory=dict)  # announced and not answered
     waiting: int = 0
     coming: int = 0
     held: set[str] = field(default_factory=set)
     given: int = 0  # samples it has or had, less those that came back
     seen: int = 0
+    refusals: int = 0  # without fault, since it last took something: it had no memory
     told: tuple[bool, str, bool, bool, int] | None = None
     told_gone: list[str] = field(default_factory=list)
 
@@ -159,22 +192,30 @@ class OwnerDelivery:
         self._gone: list[str] = []
         self._drop_rest = False
         self._undelivered = 0
+        self._streams: dict[int, OwnedSample] = {}
         self.books = Books()
         self.dead_letters: list[DeadLetter] = []
+        self.lost: list[LostStream] = []
 
     # -- what the user does ------------------------------------------------------------------------------------------
 
-    def offer(self, sample_id: str, ref: dict[str, Any], nbytes: int, order: int) -> None:
-        """Take a sample in for delivery."""
+    def offer(
+        self, sample_id: str, ref: dict[str, Any], nbytes: int, order: int, stream: OwnedStream | None = None
+    ) -> None:
+        """Take a sample in for delivery; ``stream`` for one whose pieces are still being appended."""
         if sample_id in self._samples:
             raise AssertionError(f"sample {sample_id!r} offered twice")  # the queue has already refused it
-        sample = OwnedSample(sample_id, ref, nbytes, order, self.books.put)
+        sample = OwnedSample(sample_id, ref, nbytes, order, self.books.put, stream=stream)
         self._samples[sample_id] = sample
+        if stream is not None:
+            self._streams[sample.serial] = sample
         self.books.put += 1
         self.books.resident += 1
         self._undelivered += 1
         if self._drop_rest:
             self._finish(sample, "dropped")
+        elif stream is not None and stream.error:
+            self._lose(sample, stream.error)
         else:
             self._enqueue(sample, front=False)
         self.assign()
@@ -201,7 +242,8 @@ class OwnerDelivery:
             return
         if not awaited:
             self._give_up(draft.rank)
-        self._take_back(sorted(draft.held, key=lambda sid: self._samples[sid].order))
+        self._forget_transfers(draft)
+        self._take_back(sorted(draft.held, key=lambda sid: self._samples[sid].order), "its reader is gone")
         self.assign()
 
     def stop_awaiting(self, rank: int) -> None:
@@ -227,10 +269,11 @@ class OwnerDelivery:
             return  # it broke before we were told that it had come up
         self._unlink(draft)
         draft.gen, draft.linked = gen, True
-        draft.next_seq = draft.send_seq = draft.waiting = 0
-        draft.answers.clear()
+        draft.next_seq = draft.next_turn = draft.waiting = 0
         draft.by_seq.clear()
         self.assign()
+        for sid in sorted(draft.held, key=lambda sid: self._samples[sid].order):
+            self._announce_pieces(self._samples[sid])
 
     def link_down(self, inc: str, gen: int) -> None:
         """Everything announced or in flight on that link will be delivered anew; what was delivered stays delivered."""
@@ -245,14 +288,28 @@ class OwnerDelivery:
         if not draft.linked:
             return
         draft.linked = False
+        self._forget_transfers(draft)
         back = [sid for sid in draft.held if self._samples[sid].phase in (Phase.ASSIGNED, Phase.IN_FLIGHT)]
-        self._take_back(sorted(back, key=lambda sid: self._samples[sid].order))
+        self._take_back(sorted(back, key=lambda sid: self._samples[sid].order), "the link was lost")
         draft.waiting = 0
+
+    def _forget_transfers(self, draft: _Draft) -> None:
+        """Nothing that was announced or granted on the draft's link will be sent on it."""
+        pieces = [*draft.pieces.values(), *(sample for _, sample, is_piece in draft.turns.values() if is_piece)]
+        draft.pieces.clear()
+        draft.turns.clear()
+        for sample in pieces:
+            self._end_send(sample)
 
     @property
     def anybody_left(self) -> bool:
         """Whether some draft is there, or awaited, that may still take samples."""
         return any(not draft.ended for draft in self._drafts.values()) or (bool(self._awaited) and not self._ended)
+
+    def may_be_read(self, sample_id: str) -> bool:
+        """Whether some draft has this sample, or can still get it."""
+        sample = self._samples.get(sample_id)
+        return self.anybody_left or (sample is not None and sample.draft in self._drafts)
 
     def starving(self) -> bool:
         """Whether a linked draft that takes samples has less than a round from us: the others may wait for it."""
@@ -260,47 +317,57 @@ class OwnerDelivery:
 
     # -- delivery ----------------------------------------------------------------------------------------------------
 
-    def ready(self, inc: str, gen: int, seq: int) -> None:
-        """The draft has a slot for ``seq``; sends go out strictly in seq order."""
-        self._answer(inc, gen, seq, accepted=True)
+    def ready(self, inc: str, gen: int, seq: int, turn: int) -> None:
+        """The draft has posted its ``turn``-th receive, for ``seq``; sends go out strictly in the order of turns."""
+        draft = self._drafts.get(inc)
+        if draft is not None and draft.gen == gen and (turn < draft.next_turn or turn in draft.turns):
+            self.books.late += 1
+            return
+        sid = self._answer(inc, gen, seq)
+        if sid is not None:
+            self._drafts[inc].refusals = 0
+            self._take_turn(self._drafts[inc], turn, (seq, self._samples[sid], False))
+            self.assign()
+
+    def _take_turn(self, draft: _Draft, turn: int, what: tuple[int, OwnedSample, bool]) -> None:
+        draft.turns[turn] = what
+        while draft.next_turn in draft.turns:
+            number, sample, is_piece = draft.turns.pop(draft.next_turn)
+            draft.next_turn += 1
+            if is_piece:
+                self._port.transmit_piece(draft.inc, draft.gen, draft.next_turn - 1, sample, number)
+            else:
+                self._transmit(draft, number, sample)
 
     def refused(self, inc: str, gen: int, seq: int, reason: str, *, fault: bool) -> None:
         """The draft will not take it; a ``fault`` counts as a failure of the sample."""
-        sid = self._answer(inc, gen, seq, accepted=False)
+        sid = self._answer(inc, gen, seq)
         if sid is None:
             return
         if fault:
-            self._fail(self._samples[sid], 1, f"refused: {reason}")
+            self._fail(self._samples[sid], 1, f"refused: {reason}", handed_out=False)
         else:
-            self._take_back([sid])
+            if inc in self._drafts:
+                self._drafts[inc].refusals += 1
+            self._take_back([sid], "refused")
         self.assign()
 
     def adopted(self, inc: str, gen: int, seq: int) -> None:
         """An earlier delivery of this sample has arrived there in full after all: count this one as delivered."""
-        sid = self._answer(inc, gen, seq, accepted=False)
+        sid = self._answer(inc, gen, seq)
         if sid is not None:
             self._mark_delivered(self._samples[sid])
-            self._tell_states()
+            self.assign()
 
-    def _answer(self, inc: str, gen: int, seq: int, *, accepted: bool) -> str | None:
+    def _answer(self, inc: str, gen: int, seq: int) -> str | None:
         draft = self._drafts.get(inc)
-        if draft is None or not draft.linked or draft.gen != gen or seq not in draft.by_seq or seq in draft.answers:
+        if draft is None or not draft.linked or draft.gen != gen or seq not in draft.by_seq:
             self.books.late += 1
             return None
-        draft.answers[seq] = accepted
         draft.waiting -= 1
-        sid = draft.by_seq[seq]
-        while draft.send_seq in draft.answers:
-            number = draft.send_seq
-            draft.send_seq += 1
-            owner_of_seq = draft.by_seq.pop(number)
-            if draft.answers.pop(number):
-                self._transmit(draft, number, owner_of_seq)
-        self.assign()
-        return sid
+        return draft.by_seq.pop(seq)
 
-    def _transmit(self, draft: _Draft, seq: int, sample_id: str) -> None:
-        sample = self._samples[sample_id]
+    def _transmit(self, draft: _Draft, seq: int, sample: OwnedSample) -> None:
         sample.phase = Phase.IN_FLIGHT
         sample.sends += 1
         self._port.transmit(draft.inc, draft.gen, seq, sample)
@@ -325,18 +392,112 @@ class OwnerDelivery:
     def transfer_over(self, sample_id: str) -> None:
         """A transfer of the sample has ended, well or not: its memory is no longer being read by it."""
         sample = self._samples.get(sample_id)
-        if sample is None:
-            return
+        if sample is not None:
+            self._end_send(sample)
+
+    def _end_send(self, sample: OwnedSample) -> None:
         sample.sends -= 1
         if sample.outcome and sample.sends == 0:
             self._release(sample)
+
+    # -- streamed samples --------------------------------------------------------------------------------------------
+
+    def admitted(self, inc: str, gen: int, seq: int, serial: int, delivery: int) -> None:
+        """The draft has memory for a window of a streamed sample: from now on it is in its hands."""
+        sid = self._answer(inc, gen, seq)
+        sample = None if sid is None else self._samples[sid]
+        if sample is None or sample.stream is None or (sample.serial, sample.delivery) != (serial, delivery):
+            self._withdraw(inc, serial, delivery)
+            return
+        self._drafts[inc].refusals = 0
+        self._mark_delivered(sample)
+        sample.stream.go_on(gen, 0)
+        if sample.stream.error:  # failed before anybody had it in hand: not opened, so it goes back
+            self._port.tell(inc, StreamEnd(serial, delivery, 0, sample.stream.error[:2000]))
+            self._lose(sample, sample.stream.error)
+        else:
+            self._port.tell(inc, StreamOpen(serial, delivery))
+        self.stream_changed(sample.sample_id, sample.stream)
+
+    def _withdraw(self, inc: str, serial: int, delivery: int) -> None:
+        if inc in self._drafts:
+            self._port.tell(inc, Withdraw(serial, delivery))
+
+    def stream_changed(self, sample_id: str, stream: OwnedStream) -> None:
+        """A piece was appended to the sample, or its producer closed or failed it."""
+        sample = self._samples.get(sample_id)
+        if sample is None or sample.stream is not stream or sample.outcome:
+            return
+        if stream.error and sample.phase is Phase.RESIDENT:
+            self._lose(sample, stream.error)
+        self._announce_pieces(sample)
+        self.assign()
+
+    def _announce_pieces(self, sample: OwnedSample) -> None:
+        draft, stream = self._drafts.get(sample.draft), sample.stream
+        if stream is None or draft is None or sample.phase is not Phase.DELIVERED:
+            return
+        for piece, length in stream.announce(draft.gen if draft.linked else 0):
+            sample.sends += 1
+            draft.pieces[sample.serial, sample.delivery, piece] = sample
+            self._port.tell(draft.inc, AnnouncePiece(draft.gen, sample.serial, sample.delivery, piece, length))
+        if (stream.closed or stream.error) and not stream.told_end:
+            stream.told_end = True
+            end = StreamEnd(sample.serial, sample.delivery, len(stream.lengths), stream.error[:2000])
+            self._port.tell(draft.inc, end)
+
+    def piece_ready(self, inc: str, message: PieceReady) -> None:
+        """The draft has posted the receive of a piece. Whatever became of the sample, its bytes must follow."""
+        draft = self._drafts.get(inc)
+        key = message.serial, message.delivery, message.piece
+        current = draft is not None and draft.linked and draft.gen == message.gen and key in draft.pieces
+        if draft is None or not current or message.turn < draft.next_turn or message.turn in draft.turns:
+            self.books.late += 1
+        else:
+            self._take_turn(draft, message.turn, (message.piece, draft.pieces.pop(key), True))
+
+    def piece_skipped(self, inc: str, message: PieceSkip) -> None:
+        """The draft does not want an announced piece any more."""
+        draft = self._drafts.get(inc)
+        key = message.serial, message.delivery, message.piece
+        if draft is None or not draft.linked or draft.gen != message.gen or key not in draft.pieces:
+            self.books.late += 1
+        else:
+            self._end_send(draft.pieces.pop(key))
+
+    def piece_sent(self, sample_id: str, nbytes: int) -> None:
+        """The transfer of a piece has completed on our side."""
+        self.books.bytes_sent += nbytes
+        self.transfer_over(sample_id)
+
+    def progress(self, inc: str, message: Progress) -> None:
+        """The draft has given memory back, or says from where to go on after the link was lost."""
+        sample = self._streams.get(message.serial)
+        current = sample is not None and not sample.outcome and sample.phase is Phase.DELIVERED
+        if sample is None or not current or (sample.draft, sample.delivery) != (inc, message.delivery):
+            self.books.late += 1
+            self._withdraw(inc, message.serial, message.delivery)
+            return
+        stream = sample.stream
+        assert stream is not None
+        stream.go_on(message.gen, message.have)
+        self._port.pieces_gone(sample, stream.advance(message.freed, message.stopped))
+        self._announce_pieces(sample)
+
+    def _lose(self, sample: OwnedSample, why: str) -> None:
+        """A streamed sample can be read by nobody any more: it is to be produced anew."""
+        assert sample.stream is not None
+        sample.stream.why = why
+        self.lost.append(LostStream(sample.sample_id, why))
+        self._finish(sample, "lost")
 
     def settle(self, inc: str, items: list[Any]) -> None:
         """Outcomes from a draft: ``[sample_id, delivery, outcome, failures, reason]`` each; see ``messages.Settle``."""
         draft = self._drafts.get(inc)
         for sample_id, delivery, outcome, failures, reason in items:
-            if draft is not None and outcome != "ack":
-                draft.seen += 1
+            if draft is not None:
+                draft.seen += outcome != "ack"
+                draft.refusals = 0
             sample = self._samples.get(sample_id)
             current = sample is not None and not sample.outcome and sample.draft == inc and sample.delivery == delivery
             if sample is None or not current or sample.phase is Phase.ASSIGNED:
@@ -346,10 +507,10 @@ class OwnerDelivery:
                 self._finish(sample, "acked")
             elif outcome == "drop":
                 self._finish(sample, "dropped")
-            elif outcome == "fail":
-                self._fail(sample, failures, reason)
+            elif outcome in ("fail", "corrupt"):
+                self._fail(sample, failures, reason, handed_out=outcome == "fail")
             else:
-                self._take_back([sample_id])
+                self._take_back([sample_id], reason)
         self.assign()
 
     def drop_rest(self) -> None:
@@ -377,12 +538,20 @@ class OwnerDelivery:
         queue = self._queues.setdefault(self._queue_of(sample), deque())
         queue.appendleft(sample.sample_id) if front else queue.append(sample.sample_id)
 
-    def _take_back(self, sample_ids: list[str]) -> None:
-        """Make samples RESIDENT again under their next delivery number, ahead of those not yet assigned."""
+    def _take_back(self, sample_ids: list[str], why: str) -> None:
+        """Make samples RESIDENT again under their next delivery number, ahead of those not yet assigned.
+
+        A streamed sample of which pieces are gone is lost instead.
+        """
         for sample_id in reversed(sample_ids):
             sample = self._samples[sample_id]
             if sample.draft in self._drafts:
                 self._drafts[sample.draft].given -= 1
+            if sample.stream is not None and not self._drop_rest:
+                if not sample.stream.can_restart:
+                    self._lose(sample, sample.stream.error or why)
+                    continue
+                sample.stream.restart()
             self._detach(sample)
             sample.phase = Phase.RESIDENT
             sample.delivery += 1
@@ -402,13 +571,18 @@ class OwnerDelivery:
             draft.coming -= sample.phase is not Phase.DELIVERED
         sample.draft, sample.seq = "", -1
 
-    def _fail(self, sample: OwnedSample, failures: int, reason: str) -> None:
+    def _fail(self, sample: OwnedSample, failures: int, reason: str, *, handed_out: bool) -> None:
+        if sample.stream is not None and not sample.stream.can_restart:
+            self._take_back([sample.sample_id], reason)
+            return
         sample.failures += max(failures, 1)
         if sample.failures > self._max_failures:
+            if not handed_out and sample.draft in self._drafts:
+                self._drafts[sample.draft].given -= 1  # it was no part of a round there
             self.dead_letters.append(DeadLetter(sample.sample_id, reason, sample.failures, sample.draft))
             self._finish(sample, "dead")
         else:
-            self._take_back([sample.sample_id])
+            self._take_back([sample.sample_id], reason)
 
     def _finish(self, sample: OwnedSample, outcome: str) -> None:
         self._detach(sample)
@@ -416,11 +590,14 @@ class OwnerDelivery:
         sample.outcome = outcome
         setattr(self.books, outcome, getattr(self.books, outcome) + 1)
         self.books.resident -= 1
+        if sample.stream is not None:
+            sample.stream.outcome = outcome
         if sample.sends == 0:
             self._release(sample)
 
     def _release(self, sample: OwnedSample) -> None:
         del self._samples[sample.sample_id]
+        self._streams.pop(sample.serial, None)
         self._port.settled(sample)
 
     def _head(self, slot: int) -> OwnedSample | None:
@@ -461,8 +638,8 @@ class OwnerDelivery:
             able = [draft for draft in able if draft.given < least + self._abreast]
         return min(able, key=self._rank_of_need, default=None)
 
-    def _rank_of_need(self, draft: _Draft) -> tuple[int, int]:
-        return len(draft.held), (draft.rank - self._prefer) % self._num_drafts
+    def _rank_of_need(self, draft: _Draft) -> tuple[int, int, int]:
+        return draft.refusals, len(draft.held), (draft.rank - self._prefer) % self._num_drafts
 
     def _announce(self, draft: _Draft, sample: OwnedSample) -> None:
         seq = draft.next_seq

@@ -12,7 +12,20 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from nccl_stream.coordination.messages import Adopt, Announce, Message, OwnerState, Ready, Refuse, Settle
+from nccl_stream.coordination.messages import (
+    Admit,
+    Adopt,
+    Announce,
+    AnnouncePiece,
+    OwnerState,
+    Ready,
+    Refuse,
+    Settle,
+    StreamEnd,
+    StreamOpen,
+    Withdraw,
+)
+from nccl_stream.coordination.stream_intake import IncomingPiece, IncomingStream, StreamIntake, StreamPort
 from nccl_stream.errors import NcclStreamError
 from nccl_stream.refs import SampleRef
 
@@ -27,7 +40,8 @@ REMEMBERED_ACKS = 65536
 class Delivery:
     """One delivery at this draft, from its announcement to its outcome.
 
-    ``touched`` is set once tensors were handed to the user: the bytes may have been written to since.
+    ``touched`` is set once tensors were handed to the user: the bytes may have been written to since. ``stream``: the
+    pieces of a streamed sample, from its admission on.
     """
 
     owner: str
@@ -43,6 +57,7 @@ class Delivery:
     slot: Any = None
     void: bool = False
     touched: bool = False
+    stream: IncomingStream | None = None
 
     @property
     def sample_id(self) -> str:
@@ -54,10 +69,8 @@ class Delivery:
         return self.ref.store_uri, self.ref.sample_id
 
 
-class IntakePort(Protocol):
+class IntakePort(StreamPort, Protocol):
     """What the state machine asks for; every method returns at once."""
-
-    def tell(self, owner: str, message: Message) -> None: ...
 
     def check(self, owner: str, ref: SampleRef) -> int:
         """Bytes of the slot the sample needs; raises an :class:`NcclStreamError` when it cannot be taken."""
@@ -88,6 +101,7 @@ class IntakeStatistics:
     refused: int = 0
     adopted: int = 0
     voided: int = 0
+    faulty: int = 0
     order_relaxed: int = 0
 
 
@@ -98,6 +112,7 @@ class _Owner:
     gen: int = 0
     broken: int = 0  # newest generation that broke
     up: bool = False
+    next_turn: int = 0
     queue: deque[Delivery] = field(default_factory=deque)
     transfers: dict[tuple[int, int], Delivery] = field(default_factory=dict)
     acked: OrderedDict[int, str] = field(default_factory=OrderedDict)
@@ -136,6 +151,7 @@ class DraftIntake:
         self.held: dict[tuple[str, str], Delivery] = {}
         self.blocked: Delivery | None = None
         self.statistics = IntakeStatistics()
+        self.streams = StreamIntake(port, take_turn=lambda inc: self._take_turn(self._owners[inc]))
 
     # -- owners and links --------------------------------------------------------------------------------------------
 
@@ -148,6 +164,8 @@ class DraftIntake:
         if owner is not None and not owner.gone:
             owner.gone = kind
             self._reset_link(owner)
+            self.streams.owner_gone(inc, f"its producer is gone ({kind})")
+            self._discard_all(owner)
             self.grant()
 
     def link_opening(self, inc: str, gen: int) -> None:
@@ -155,12 +173,13 @@ class DraftIntake:
         owner = self._owners.get(inc)
         if owner is not None and gen > owner.gen:
             self._reset_link(owner)
-            owner.gen = gen
+            owner.gen, owner.next_turn = gen, 0
 
     def link_up(self, inc: str, gen: int) -> None:
         owner = self._owners[inc]
         if gen == owner.gen > owner.broken and not owner.gone:
             owner.up = True
+            self.streams.link_up(inc, gen)
             self.grant()
 
     def link_down(self, inc: str, gen: int) -> None:
@@ -174,9 +193,10 @@ class DraftIntake:
         owner.up = False
         orders = [delivery.order for delivery in owner.queue]
         owner.queue.clear()
+        self.streams.link_lost(owner.inc)
         for delivery in owner.transfers.values():
-            if delivery.void:
-                continue
+            if delivery.void or delivery.stream is not None:
+                continue  # an admitted stream keeps its memory, and goes on over the next link
             delivery.void = True
             orders.append(delivery.order)
             # The owner may believe that it arrived: it can announce later ones before it learns better.
@@ -241,6 +261,9 @@ class DraftIntake:
             self.statistics.adopted += 1
             self._port.tell(owner.inc, Adopt(message.gen, message.seq))
             return True
+        admitted = self.streams.find(owner.inc, message.serial)
+        if admitted is not None:
+            self._discard(owner, admitted.delivery, again=False)  # the owner never learnt of that admission
         if message.serial in owner.acked:
             self.statistics.adopted += 1
             self._port.tell(owner.inc, Adopt(message.gen, message.seq))
@@ -252,6 +275,9 @@ class DraftIntake:
 
     def grant(self) -> None:
         """Give memory to whoever is next, as long as there is any; then yield what has its turn."""
+        for owner in self._owners.values():
+            if owner.up:
+                self.streams.grant(owner.inc)
         while True:
             self.blocked = None
             delivery = self._next()
@@ -266,9 +292,19 @@ class DraftIntake:
             owner.frontier = max(owner.frontier, delivery.order + 1)
             owner.transfers[delivery.gen, delivery.seq] = delivery
             delivery.slot = slot
+            if delivery.ref.stream is not None:
+                self.streams.admit(delivery)
+                self._port.tell(delivery.owner, Admit(delivery.gen, delivery.seq, delivery.serial, delivery.number))
+                continue
             self._port.receive(delivery)
-            self._port.tell(delivery.owner, Ready(delivery.gen, delivery.seq))
+            self._port.tell(delivery.owner, Ready(delivery.gen, delivery.seq, self._take_turn(owner)))
         self._yield_in_order()
+
+    @staticmethod
+    def _take_turn(owner: _Owner) -> int:
+        """Number of the receive just posted on this owner's link; the owner sends in that order."""
+        turn, owner.next_turn = owner.next_turn, owner.next_turn + 1
+        return turn
 
     def _next(self) -> Delivery | None:
         heads = [owner.queue[0] for owner in self._owners.values() if owner.queue and owner.up]
@@ -305,13 +341,25 @@ class DraftIntake:
 
     # -- arrival -----------------------------------------------------------------------------------------------------
 
-    def transfer_over(self, delivery: Delivery, *, ok: bool) -> None:
-        """A posted receive has ended and nothing writes to its slot any more."""
+    def transfer_over(self, delivery: Delivery, *, ok: bool, fault: str = "", last: bool = False) -> None:
+        """A posted receive has ended and nothing writes to its slot any more.
+
+        Args:
+            delivery: as given to the port's ``receive``.
+            ok: the transfer finished; False when its link failed.
+            fault: what is wrong with the bytes that came; counts as one failed delivery. "" when they are good.
+            last: with a fault, that the sample's retry budget is spent: it will not come again.
+        """
         owner = self._owners[delivery.owner]
         owner.transfers.pop((delivery.gen, delivery.seq), None)
         if not ok or delivery.void:
             self.statistics.voided += 1
             self._settle(delivery, "back", 0, "the link failed")
+        elif fault:
+            self.statistics.faulty += 1
+            if not last:
+                owner.missing.add(delivery.order)  # later ones wait for their turn until it has come again
+            self._settle(delivery, "corrupt", 1, fault)
         elif self._stopped:
             self._settle(delivery, "back", 0, self._stopped)
         else:
@@ -320,6 +368,67 @@ class DraftIntake:
             self.held[delivery.key] = delivery
             self._waiting.append(delivery)
         self.grant()
+
+    # -- streamed samples --------------------------------------------------------------------------------------------
+
+    def piece_announced(self, inc: str, message: AnnouncePiece) -> None:
+        """A piece of an admitted sample is ready on its owner: its receive is posted at once."""
+        owner = self._owners.get(inc)
+        if owner is None or owner.gone or message.gen != owner.gen or message.gen <= owner.broken:
+            self.statistics.stale += 1  # it comes again on the next generation
+            return
+        self.streams.announced(inc, message)
+        self.grant()
+
+    def piece_over(self, piece: IncomingPiece, *, ok: bool) -> None:
+        """A posted receive of a piece has ended and nothing writes to its memory any more."""
+        self.streams.piece_over(piece, ok=ok)
+        self.grant()
+
+    def stream_opened(self, inc: str, message: StreamOpen) -> None:
+        """The owner knows that the sample was admitted: from now on it is one that this draft holds."""
+        stream = self.streams.find(inc, message.serial)
+        delivery = None if stream is None else stream.delivery
+        if delivery is None or delivery.number != message.delivery or delivery.key in self.held:
+            self.statistics.stale += 1
+            return
+        self._owners[inc].transfers.pop((delivery.gen, delivery.seq), None)
+        self.statistics.received += 1
+        self.held[delivery.key] = delivery
+        self._waiting.append(delivery)
+        self.grant()
+
+    def stream_ended(self, inc: str, message: StreamEnd) -> None:
+        """The owner says how many pieces there are, or why the rest never comes."""
+        stream = self.streams.ended(inc, message)
+        if stream is not None and stream.broken and stream.delivery.key not in self.held:
+            self._discard(self._owners[inc], stream.delivery, again=False)
+            self.grant()
+
+    def withdrawn(self, inc: str, message: Withdraw) -> None:
+        """The owner gave this delivery up, or never knew that it was admitted."""
+        stream = self.streams.find(inc, message.serial)
+        if stream is None or stream.delivery.number != message.delivery:
+            self.statistics.stale += 1
+        elif stream.delivery.key in self.held:
+            stream.broken = stream.broken or "its owner delivers it to another draft"
+        else:
+            self._discard(self._owners[inc], stream.delivery, again=True)
+            self.grant()
+
+    def _discard_all(self, owner: _Owner) -> None:
+        for delivery in [d for d in owner.transfers.values() if d.stream is not None]:
+            self._discard(owner, delivery, again=True)
+
+    def _discard(self, owner: _Owner, delivery: Delivery, *, again: bool) -> None:
+        """An admitted sample that its owner has not opened goes back; ``again``: it will be announced once more."""
+        if owner.transfers.pop((delivery.gen, delivery.seq), None) is None:
+            return
+        self.statistics.voided += 1
+        if again and delivery.order >= self._yield_floor:
+            owner.missing.add(delivery.order)
+            owner.frontier = min(owner.frontier, delivery.order)
+        self._settle(delivery, "back", 0, self._stopped or "it was withdrawn")
 
     def _yield_in_order(self) -> None:
         if not self._static:
@@ -374,6 +483,7 @@ class DraftIntake:
         if not owner.gone:
             item = [delivery.sample_id, delivery.number, outcome, failures, reason[:2000]]
             self._port.tell(delivery.owner, Settle([item]))
+        self.streams.over(delivery)
         self._port.free(delivery)
 
     def decline(self, reason: str) -> None:
@@ -390,6 +500,8 @@ class DraftIntake:
             return
         self._stopped = reason
         self.decline(reason)
+        for owner in self._owners.values():
+            self._discard_all(owner)
 
     # -- looking in --------------------------------------------------------------------------------------------------
 
@@ -430,10 +542,15 @@ class DraftIntake:
         return inc in self._owners and self._owners[inc].state.closed
 
     def in_transfer(self, inc: str) -> int:
-        return len(self._owners[inc].transfers) if inc in self._owners else 0
+        """Samples of this owner that are on their way, and pieces of others."""
+        return len(self._owners[inc].transfers) + self.streams.in_flight(inc) if inc in self._owners else 0
 
     def estate(self, inc: str) -> tuple[list[str], list[str]]:
-        """Ids held and ids acked of an owner that is gone."""
-        held = [delivery.sample_id for delivery in self.held.values() if delivery.owner == inc]
+        """Ids held and ids acked of an owner that is gone. A streamed sample that broke off is not held but lost."""
+        held = [
+            delivery.sample_id
+            for delivery in self.held.values()
+            if delivery.owner == inc and not (delivery.stream is not None and delivery.stream.broken)
+        ]
         owner = self._owners.get(inc)
         return held, [] if owner is None else list(owner.acked.values())

@@ -13,12 +13,13 @@ from typing import Any
 from nccl_stream.coordination.kv import ControlStore
 from nccl_stream.errors import WireFormatError
 
-__all__ = ["Journal", "JournalReading", "read_journal"]
+__all__ = ["TOTALS", "Journal", "JournalReading", "read_journal"]
 
 CHUNK_IDS = 128
 MAX_CHUNKS = 1 << 20  # 128 million open samples: a head that claims more is not believed
 
-_CODES = {"acked": "a", "dropped": "d", "dead": "x"}
+_CODES = {"acked": "a", "dropped": "d", "dead": "x", "lost": "l"}
+TOTALS = ("put", *_CODES)
 
 
 @dataclass
@@ -54,7 +55,7 @@ class Journal:
         self._dirty.add(number)
 
     def settled(self, sample_id: str, outcome: str) -> None:
-        """A sample has its outcome: ``acked``, ``dropped`` or ``dead``."""
+        """A sample has its outcome: ``acked``, ``dropped``, ``dead`` or, if streamed, ``lost``."""
         number, at = self._where.pop(sample_id)
         chunk = self._chunks[number]
         chunk.outcomes[at] = _CODES[outcome]
@@ -91,7 +92,7 @@ class JournalReading:
     """What a dead owner's journal says.
 
     Attributes:
-        totals: ``put``, ``acked``, ``dropped``, ``dead`` when it was last written.
+        totals: ``put``, ``acked``, ``dropped``, ``dead``, ``lost`` when it was last written.
         open_ids: samples without outcome then.
     """
 
@@ -108,10 +109,10 @@ def read_journal(documents: ControlStore, inc: str) -> JournalReading:
     """
     head = documents.get(f"journal/{inc}/head")
     if head is None:
-        return JournalReading({"put": 0, "acked": 0, "dropped": 0, "dead": 0}, ())
+        return JournalReading(dict.fromkeys(TOTALS, 0), ())
     if type(head) is not dict or head.keys() != {"low", "high", "totals"} or type(head["totals"]) is not dict:
         raise WireFormatError(f"journal head of {inc} is damaged")
-    totals = {name: head["totals"].get(name, 0) for name in ("put", "acked", "dropped", "dead")}
+    totals = {name: head["totals"].get(name, 0) for name in TOTALS}
     numbers = [head["low"], head["high"], *totals.values()]
     if any(type(number) is not int or not 0 <= number < 2**62 for number in numbers):
         raise WireFormatError(f"journal head of {inc} is damaged")

@@ -12,8 +12,10 @@ from typing import Any, ClassVar
 from nccl_stream.errors import WireFormatError
 
 __all__ = [
+    "Admit",
     "Adopt",
     "Announce",
+    "AnnouncePiece",
     "End",
     "Estate",
     "Go",
@@ -26,10 +28,16 @@ __all__ = [
     "Message",
     "Obituary",
     "OwnerState",
+    "PieceReady",
+    "PieceSkip",
+    "Progress",
     "Ready",
     "Refuse",
     "Settle",
     "StopRequest",
+    "StreamEnd",
+    "StreamOpen",
+    "Withdraw",
     "decode_message",
     "encode_message",
 ]
@@ -99,11 +107,15 @@ class Announce(Message):
 
 @dataclass(frozen=True)
 class Ready(Message):
-    """Draft to target: a slot is reserved and the receive is posted for ``(gen, seq)``; send."""
+    """Draft to target: a slot is reserved and the receive is posted for ``(gen, seq)``; send.
+
+    ``turn`` counts the receives posted on this generation: sends go out in that order.
+    """
 
     KIND: ClassVar[str] = "ready"
     gen: int
     seq: int
+    turn: int
 
 
 @dataclass(frozen=True)
@@ -130,11 +142,108 @@ class Adopt(Message):
 
 
 @dataclass(frozen=True)
+class Admit(Message):
+    """Draft to target: memory for a whole window of the streamed sample announced as ``(gen, seq)`` is reserved.
+
+    Its pieces may be announced from now on, the first ones on this generation. The answer is :class:`StreamOpen`, or
+    :class:`Withdraw` when the announcement is not current any more.
+    """
+
+    KIND: ClassVar[str] = "admit"
+    gen: int
+    seq: int
+    serial: int
+    delivery: int
+
+
+@dataclass(frozen=True)
+class StreamOpen(Message):
+    """Target to draft: it knows that the streamed sample was admitted there, which may be handed to its consumer."""
+
+    KIND: ClassVar[str] = "popen"
+    serial: int
+    delivery: int
+
+
+@dataclass(frozen=True)
+class AnnouncePiece(Message):
+    """Target to draft: piece ``piece`` of a streamed sample, ``length`` positions, is ready to be sent on ``gen``."""
+
+    KIND: ClassVar[str] = "piece"
+    gen: int
+    serial: int
+    delivery: int
+    piece: int
+    length: int
+
+
+@dataclass(frozen=True)
+class PieceReady(Message):
+    """Draft to target: the receive of that piece is posted, as number ``turn`` of the generation; send."""
+
+    KIND: ClassVar[str] = "pready"
+    gen: int
+    turn: int
+    serial: int
+    delivery: int
+    piece: int
+
+
+@dataclass(frozen=True)
+class PieceSkip(Message):
+    """Draft to target: that piece is not wanted any more; no receive was posted for it."""
+
+    KIND: ClassVar[str] = "pskip"
+    gen: int
+    serial: int
+    delivery: int
+    piece: int
+
+
+@dataclass(frozen=True)
+class Progress(Message):
+    """Draft to target, cumulative: pieces of this delivery that it has, and those whose memory came back.
+
+    The first one of a generation says where to go on after the link was lost. ``stopped``: the consumer reads no
+    further.
+    """
+
+    KIND: ClassVar[str] = "progress"
+    gen: int
+    serial: int
+    delivery: int
+    have: int
+    freed: int
+    stopped: bool
+
+
+@dataclass(frozen=True)
+class StreamEnd(Message):
+    """Target to draft: the streamed sample has ``pieces`` pieces in all; with an ``error``, the rest never comes."""
+
+    KIND: ClassVar[str] = "pend"
+    serial: int
+    delivery: int
+    pieces: int
+    error: str
+
+
+@dataclass(frozen=True)
+class Withdraw(Message):
+    """Target to draft: this delivery of a streamed sample is not the current one; nothing comes on it any more."""
+
+    KIND: ClassVar[str] = "withdraw"
+    serial: int
+    delivery: int
+
+
+@dataclass(frozen=True)
 class Settle(Message):
     """Draft to target: outcomes, each ``[sample_id, delivery, outcome, failures, reason]``.
 
     Outcomes: ``ack`` (consumed), ``fail`` (consumer failures used up here; counts ``failures`` on the retry budget),
-    ``back`` (handed back, counts nothing), ``drop`` (left over by an agreed end).
+    ``corrupt`` (did not arrive as it was put; counts likewise, and nobody was handed it), ``back`` (handed back, counts
+    nothing), ``drop`` (left over by an agreed end).
     """
 
     KIND: ClassVar[str] = "settle"
@@ -237,8 +346,9 @@ class Obituary(Message):
 _KINDS: dict[str, type[Message]] = {
     cls.KIND: cls
     for cls in (
-        Hello, GoneNotice, LinkOpen, LinkFailed, Announce, Ready, Refuse, Adopt, Settle, OwnerState, Have, Go, End,
-        Leaving, StopRequest, Estate, Obituary,
+        Hello, GoneNotice, LinkOpen, LinkFailed, Announce, Ready, Refuse, Adopt, Admit, AnnouncePiece, PieceReady,
+        PieceSkip, Progress, StreamOpen, StreamEnd, Withdraw, Settle, OwnerState, Have, Go, End, Leaving, StopRequest,
+        Estate, Obituary,
     )
 }  # fmt: skip
 
@@ -300,7 +410,7 @@ def _check_settle_item(item: Any) -> None:
         type(item) is list
         and len(item) == 5
         and [type(part) for part in item] == [str, int, str, int, str]
-        and item[2] in ("ack", "fail", "back", "drop")
+        and item[2] in ("ack", "fail", "corrupt", "back", "drop")
         and 0 <= item[1] < MAX_INT
         and 0 <= item[3] < MAX_INT
         and len(item[0]) <= MAX_TEXT

@@ -141,7 +141,7 @@ class Node:
             thread.start()
 
     def wait_complete(self, deadline: float) -> None:
-        """Block until every slot has a living member.
+        """Block until every slot has a living member, and the handler has been told of all of them.
 
         Raises:
             PeerTimeoutError: names the ranks that are missing at ``deadline`` (monotonic seconds).
@@ -151,7 +151,9 @@ class Node:
         while True:
             with self._cond:
                 self.raise_if_fatal()
-                alive = {(m.role, m.rank) for m in self._members.values() if m.gone is None}
+                # Only whom the handler knows: it would miss what it has to wait for next.
+                known = {*self._introduced, self.inc}
+                alive = {(m.role, m.rank) for m in self._members.values() if m.gone is None and m.inc in known}
                 failed = [m for m in self._members.values() if m.gone is not None and m.gone.kind == "failed"]
             if failed and self.shape.one_launch:
                 raise MembershipError(f"the run cannot be formed: {failed[0].label} failed: {failed[0].gone}")
@@ -472,6 +474,7 @@ class Node:
                 self._handler.on_joined(member)
             with self._cond:
                 self._introduced.add(member.inc)
+                self._cond.notify_all()
         for member in lost:
             if member.inc == self.inc:
                 if self._state == "up":

@@ -116,7 +116,7 @@ class Obituaries:
             "dropped": totals["dropped"],
             "dead": totals["dead"],
             "held": len(held),
-            "lost": len(lost),
+            "lost": totals["lost"] + len(lost),
             "lost_ids": _bounded(lost),
         }
 

@@ -77,8 +77,11 @@ def to_nemo_ref(ref: SampleRef) -> Any:
     """Return NeMo's form of ``ref``. It has no place for ``attributes``, which are left out.
 
     Raises:
+        MisuseError: (``ValueError``) the sample is streamed, which NeMo cannot say.
         ConfigError: (``ValueError``) NeMo is not installed.
     """
+    if ref.stream is not None:
+        raise MisuseError(f"sample {ref.sample_id!r} is streamed; NeMo's refs are of whole samples only")
     nemo = _nemo()
     return nemo.SampleRef(
         algorithm=nemo.FeatureAlgorithm(ref.algorithm.value),

@@ -18,9 +18,13 @@ import torch
 
 from nccl_stream.errors import CapacityError, ClosedError, MisuseError, SampleNotFoundError, SpecMismatchError
 from nccl_stream.refs import FeatureAlgorithm, FeatureSpec, SampleRef
+from nccl_stream.sample_stream import OpenFeatureSpec, PieceReader, StreamWriter
 from nccl_stream.store import FeatureStore, StoreHandle, StoreHealth
+from nccl_stream.stores.owned_pieces import Outbound, OwnedPieces, OwnedPieceWriter, Unconnected
+from nccl_stream.stores.pieces import read_joined, require_stream, stream_ref
 from nccl_stream.stores.residency import Residency
-from nccl_stream.stores.tensors import check_tensors, copy_tensor
+from nccl_stream.stores.tensors import check_finite, check_tensors, checksum_of, copy_tensor
+from nccl_stream.stores.windows import WindowLayout
 from nccl_stream.transport.arena import Arena, Slot
 from nccl_stream.transport.layout import SlotLayout
 
@@ -32,12 +36,16 @@ __all__ = ["Inbound", "NcclFeatureStore", "OwnedBytes", "Received"]
 
 @dataclass
 class OwnedBytes:
-    """A sample's memory on its owner: one slot in wire layout, and the features that were donated instead of copied."""
+    """A sample's memory on its owner: one slot in wire layout, and the features that were donated instead of copied.
+
+    ``checksum`` is the CRC-32C of the features as they were put; None where nobody verifies it.
+    """
 
     layout: SlotLayout
     buffer: torch.Tensor
     donated: Mapping[str, torch.Tensor]
     slot: Slot | None
+    checksum: int | None = None
 
     def features(self) -> dict[str, torch.Tensor]:
         """The features, as views of this memory, in feature order."""
@@ -71,6 +79,10 @@ class Inbound(Protocol):
         """Hold a delivered sample's slot (``slot.hold()``) and return it; raises ``SampleNotFoundError``."""
         ...
 
+    def open_reader(self, ref: SampleRef) -> PieceReader:
+        """Begin to read a leased streamed sample; see :meth:`FeatureStore.open_reader`."""
+        ...
+
 
 class NcclFeatureStore(FeatureStore):
     """Point-to-point feature store of one rank. Made by ``connect``; ``stream.store`` is one.
@@ -86,6 +98,7 @@ class NcclFeatureStore(FeatureStore):
         residency: accounting of a target rank's samples; None on a draft.
         arena: preallocated memory for a target rank's samples.
         inbound: where a draft rank's deliveries are; None on a target.
+        outbound: told of what happens to streamed samples on a target rank.
         max_sample_bytes: largest sample a put may bring.
         chunk_bytes: largest transfer operation; part of the layout.
         soft_cap_bytes: residency above which a put is refused unless ``starving()`` says that a draft lacks samples.
@@ -94,6 +107,7 @@ class NcclFeatureStore(FeatureStore):
         on_dropped: called when a draft's handle was garbage-collected unreleased; may run inside a finalizer, so it
             must neither lock nor block. :meth:`collect_dropped` then ends its hold.
         check_finite: refuse samples whose floating-point features hold NaN or infinite values; costs a pass over them.
+        checksums: compute every sample's CRC-32C at put, for its drafts to verify; costs a pass over it.
     """
 
     def __init__(
@@ -103,14 +117,16 @@ class NcclFeatureStore(FeatureStore):
         *,
         max_sample_bytes: int,
         chunk_bytes: int,
-        residency: Residency[OwnedBytes] | None = None,
+        residency: Residency[OwnedBytes | OwnedPieces] | None = None,
         arena: Arena | None = None,
         inbound: Inbound | None = None,
+        outbound: Outbound | None = None,
         soft_cap_bytes: int = 0,
         soft_cap_samples: int | None = None,
         starving: Callable[[], bool] = lambda: False,
         on_dropped: Callable[[], None] = lambda: None,
         check_finite: bool = False,
+        checksums: bool = False,
     ) -> None:
         self._uri = uri
         self._device = device
@@ -119,6 +135,7 @@ class NcclFeatureStore(FeatureStore):
         self._residency = residency
         self._arena = arena
         self._inbound = inbound
+        self._outbound: Outbound = Unconnected() if outbound is None else outbound
         self._soft_cap = soft_cap_bytes
         self._soft_cap_samples = soft_cap_samples
         self._starving = starving
@@ -126,6 +143,7 @@ class NcclFeatureStore(FeatureStore):
         self._dropped: deque[int] = deque()
         self._on_dropped = on_dropped
         self._check_finite = check_finite
+        self._checksums = checksums
         self._closed = False
         self.room_waited_s = 0.0
 
@@ -181,7 +199,7 @@ class NcclFeatureStore(FeatureStore):
         _check_id(sample_id)
         check_tensors(sample_id, tensors)
         if self._check_finite:
-            _check_values(sample_id, tensors)
+            check_finite(sample_id, tensors)
         specs = {name: FeatureSpec.of(tensor) for name, tensor in tensors.items()}
         nbytes = sum(spec.nbytes for spec in specs.values())
         ref = SampleRef(
@@ -204,6 +222,67 @@ class NcclFeatureStore(FeatureStore):
         with residency.reserve(sample_id, nbytes) as reservation:
             reservation.commit(self._store(sample_id, layout, tensors, donate=donate))
         return ref
+
+    def open_stream(
+        self,
+        sample_id: str,
+        specs: Mapping[str, FeatureSpec | OpenFeatureSpec],
+        run_id: str,
+        algorithm: FeatureAlgorithm = FeatureAlgorithm.EAGLE3,
+        schema_version: int = 1,
+        target_model_version: str = "0",
+        draft_weight_version: str = "0",
+        num_tokens: int = 0,
+        *,
+        piece_length: int,
+        window: int,
+        retain: bool = False,
+        attributes: Mapping[str, str] | None = None,
+    ) -> StreamWriter:
+        """Open a sample on this target rank that is put in pieces; see :meth:`FeatureStore.open_stream`.
+
+        Put its ref on the queue before more than a window of pieces is appended. Draft ranks that take rounds together
+        need a sample each: open as many samples at once as the drafts need for a round, or the one that has its sample
+        waits for the others, and its producer for it.
+
+        Raises:
+            MisuseError: (``ValueError``) bad id, specs or sizes, or this is a draft rank.
+            CapacityError: (``MemoryError``) no room for its window; ``can_wait`` tells whether waiting helps.
+            ClosedError: (``RuntimeError``) the stream is closed.
+        """
+        residency = self._require_target("open_stream")
+        _check_id(sample_id)
+        ref = stream_ref(
+            sample_id,
+            specs,
+            piece_length=piece_length,
+            window=window,
+            retain=retain,
+            run_id=run_id,
+            store_uri=self._uri,
+            feature_keys={name: name for name in specs} if isinstance(specs, Mapping) else {},
+            algorithm=algorithm,
+            schema_version=schema_version,
+            num_tokens=num_tokens,
+            target_model_version=target_model_version,
+            draft_weight_version=draft_weight_version,
+            attributes=attributes,
+        )
+        ref.to_json()  # as for put
+        self._check_size(sample_id, ref.estimated_bytes)
+        with residency.reserve(sample_id, ref.estimated_bytes) as reservation:
+            windows = WindowLayout(ref, self.layout_of)
+            sample = OwnedPieces(ref, windows, self._device, self._arena, reservation.grow)
+            reservation.commit(sample)
+        with self._outbound.cond:
+            self._outbound.opened(sample)
+        return OwnedPieceWriter(
+            sample,
+            self._outbound,
+            lambda: self._closed,
+            checksums=self._checksums,
+            finite=self._check_finite,
+        )
 
     def _check_size(self, sample_id: str, nbytes: int) -> None:
         if nbytes > self._max_sample_bytes:
@@ -247,11 +326,14 @@ class NcclFeatureStore(FeatureStore):
                 stream.synchronize()
             else:
                 layout.pack(copied, buffer)
+            owned = OwnedBytes(layout, buffer, donated, slot)
+            if self._checksums:
+                owned.checksum = checksum_of(owned.features().values())
         except BaseException:
             if slot is not None:
                 slot.settle()
             raise
-        return OwnedBytes(layout, buffer, donated, slot)
+        return owned
 
     def room_for(self, nbytes: int) -> bool:
         """Whether a put of ``nbytes`` would be accepted now."""
@@ -281,7 +363,7 @@ class NcclFeatureStore(FeatureStore):
             time.sleep(min(ROOM_POLL_S, remaining))
             self.room_waited_s += time.monotonic() - started
 
-    def pin(self, ref: SampleRef) -> tuple[OwnedBytes, StoreHandle]:
+    def pin(self, ref: SampleRef) -> tuple[OwnedBytes | OwnedPieces, StoreHandle]:
         """Hold a resident sample for delivery; the handle keeps it until :meth:`unpin`."""
         residency = self._require_target("put on the queue")
         if ref.store_uri != self._uri:
@@ -307,14 +389,24 @@ class NcclFeatureStore(FeatureStore):
     ) -> tuple[dict[str, torch.Tensor], StoreHandle]:
         """Materialize a sample; see :meth:`FeatureStore.get`.
 
-        Never waits: what a draft has leased has arrived. On a draft without ``device`` (or with the slot's own device)
-        the tensors are views of the receive slot; two gets of one delivery share memory.
+        Never waits, except for a streamed sample: whatever else a draft has leased has arrived. On a draft without
+        ``device`` (or with the slot's own device) the tensors are views of the receive slot; two gets of one delivery
+        share memory. A streamed sample is joined in memory of its own.
         """
         self._check_open("get")
         wanted = None if device is None else torch.device(device)
         if self._residency is not None:
             return self._get_own(ref, wanted)
         assert self._inbound is not None
+        if ref.stream is not None:
+            reader = self.open_reader(ref)
+            try:
+                tensors = read_joined(reader, wanted)
+            except BaseException:
+                reader.close()
+                raise
+            reader.release()
+            return tensors, StoreHandle(store=self, sample_id=ref.sample_id, ref=ref)
         received = self._inbound.open_sample(ref)
         handle = StoreHandle(store=self, sample_id=ref.sample_id, ref=ref)
         finalizer = weakref.finalize(handle, self._handle_dropped, handle.handle_id)
@@ -338,12 +430,32 @@ class NcclFeatureStore(FeatureStore):
         handle = StoreHandle(store=self, sample_id=ref.sample_id, ref=ref)
         owned = self._residency.attach(handle)
         try:
+            if isinstance(owned, OwnedPieces):
+                raise MisuseError(f"sample {ref.sample_id!r} is streamed: it is read on draft ranks")
             _check_specs(ref, owned.layout.specs)
             features = owned.features()
             return {name: copy_tensor(features[name], device) for name in ref.feature_names()}, handle
         except BaseException:
             self._residency.detach(handle)
             raise
+
+    def open_reader(self, ref: SampleRef) -> PieceReader:
+        """Begin to read a leased streamed sample on a draft rank; see :meth:`FeatureStore.open_reader`.
+
+        Pieces are views of receive memory. While it is read its lease is renewed. A retained sample of which pieces
+        were released is read again after its lease was given back: it is then delivered anew.
+
+        Raises:
+            MisuseError: (``ValueError``) the sample is not streamed, or this is a target rank.
+            SampleNotFoundError: (``KeyError``) it is not leased here.
+            StreamLostError: pieces of it were released to an earlier reader.
+            ClosedError: (``RuntimeError``) the stream is closed.
+        """
+        self._check_open("open_reader")
+        if self._inbound is None:
+            raise MisuseError("open_reader is for draft ranks; this is a target rank, which puts")
+        require_stream(ref)
+        return self._inbound.open_reader(ref)
 
     def release(self, handle: StoreHandle) -> None:
         """See :meth:`FeatureStore.release`. On a draft the slot returns once its delivery is settled too."""
@@ -413,7 +525,7 @@ class NcclFeatureStore(FeatureStore):
         if self._closed:
             raise ClosedError(f"{operation}: the stream is closed")
 
-    def _require_target(self, operation: str) -> Residency[OwnedBytes]:
+    def _require_target(self, operation: str) -> Residency[OwnedBytes | OwnedPieces]:
         self._check_open(operation)
         if self._residency is None:
             raise MisuseError(f"{operation} is for target ranks; this is a draft rank, which receives")
@@ -425,12 +537,6 @@ def _check_id(sample_id: str) -> None:
         raise MisuseError(f"sample_id must be a str of 1 to {MAX_ID_CHARS} characters, got {sample_id!r:.80}")
     if sample_id in (".", "..") or any(char in "/\\" or ord(char) < 32 for char in sample_id):
         raise MisuseError(f"sample_id {sample_id!r} looks like a path; ids are names without separators")
-
-
-def _check_values(sample_id: str, tensors: Mapping[str, torch.Tensor]) -> None:
-    for name, tensor in tensors.items():
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor.float()).all()):
-            raise MisuseError(f"sample {sample_id!r}: feature {name!r} holds NaN or infinite values")
 
 
 def _check_specs(ref: SampleRef, stored: Mapping[str, FeatureSpec]) -> None:

@@ -59,6 +59,14 @@ class Reservation(Generic[P]):
         """
         self._residency._commit(self._sample_id, self._entry, payload)
 
+    def grow(self, nbytes: int) -> None:
+        """Take ``nbytes`` more for the sample. Without effect on one that is gone.
+
+        Raises:
+            CapacityError: (``MemoryError``) over the byte cap; nothing was taken.
+        """
+        self._residency._grow(self._sample_id, self._entry, nbytes)
+
     def rollback(self) -> None:
         """Give the room back. Does nothing after a commit."""
         self._residency._rollback(self._sample_id, self._entry)
@@ -316,6 +324,20 @@ class Residency(Generic[P]):
                 raise MisuseError(f"the reservation of sample {sample_id!r} was already committed or rolled back")
             entry.payload = payload
             entry.committed = True
+
+    def _grow(self, sample_id: str, entry: _Entry[P], nbytes: int) -> None:
+        with self._lock:
+            if self._entries.get(sample_id) is not entry:
+                return
+            what = f"sample {sample_id!r}, which grows by {nbytes} bytes,"
+            self._check_can_ever_fit(what, entry.nbytes + nbytes)
+            if self._max_bytes is not None and self._resident_bytes + nbytes > self._max_bytes:
+                raise CapacityError(
+                    f"{what} would exceed the byte cap: {self._resident_bytes} resident, max_bytes={self._max_bytes}; "
+                    "it fits once enough others are released"
+                )
+            entry.nbytes += nbytes
+            self._resident_bytes += nbytes
 
     def _rollback(self, sample_id: str, entry: _Entry[P]) -> None:
         with self._lock:

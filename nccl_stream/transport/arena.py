@@ -223,9 +223,12 @@ class Arena:
         on_free: called whenever memory may have become free. It can be called from a finalizer, on any thread and in
             the middle of any code of that thread, even code that holds a lock: it must not take locks nor block.
             ``queue.SimpleQueue.put`` is safe there, ``threading.Event.set`` is not.
+        memory: ``[>= capacity_bytes] uint8``, contiguous, on ``device``, at an address that is a multiple of
+            ``ALIGN_BYTES``: cut up this, such as the slot of another arena, instead of allocating. Whoever gives it
+            must not let it be used otherwise before all slots have returned.
 
     Raises:
-        MisuseError: the capacity is below one slot.
+        MisuseError: the capacity is below one slot, or the memory is not like that.
     """
 
     def __init__(
@@ -235,17 +238,27 @@ class Arena:
         *,
         poison: bool = False,
         on_free: Callable[[], None] | None = None,
+        memory: torch.Tensor | None = None,
     ) -> None:
         capacity = capacity_bytes // ALIGN_BYTES * ALIGN_BYTES
         if capacity <= 0:
             raise MisuseError(f"an arena needs at least {ALIGN_BYTES} bytes, got {capacity_bytes}")
         self.device = torch.device(device)
         self.capacity_bytes = capacity
-        raw = torch.empty(capacity + ALIGN_BYTES, dtype=torch.uint8, device=self.device)
-        skip = -raw.data_ptr() % ALIGN_BYTES
-        self._memory = raw[skip : skip + capacity]
-        if self.device.type == "cpu":
-            self._memory.zero_()  # touches every page now, so that no receive pays for it
+        if memory is None:
+            raw = torch.empty(capacity + ALIGN_BYTES, dtype=torch.uint8, device=self.device)
+            skip = -raw.data_ptr() % ALIGN_BYTES
+            memory = raw[skip:]
+            if self.device.type == "cpu":
+                memory.zero_()  # touches every page now, so that no receive pays for it
+        elif memory.dtype != torch.uint8 or memory.dim() != 1 or not memory.is_contiguous():
+            raise MisuseError(f"an arena cuts flat contiguous bytes, got {memory.dtype} {tuple(memory.shape)}")
+        elif memory.device != self.device or memory.numel() < capacity or memory.data_ptr() % ALIGN_BYTES:
+            raise MisuseError(
+                f"an arena of {capacity} bytes on {self.device} needs that many there, {ALIGN_BYTES}-byte aligned; got "
+                f"{memory.numel()} at {memory.data_ptr():#x} on {memory.device}"
+            )
+        self._memory = memory[:capacity]
         self._poison = poison
         self._on_free = on_free
         self._lock = threading.Lock()

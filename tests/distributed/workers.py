@@ -18,7 +18,9 @@ import nccl_stream
 import nccl_stream.links
 from nccl_stream.config import StreamConfig
 from nccl_stream.coordination.kv import tcp_store
+from nccl_stream.draft_side import DraftSide
 from nccl_stream.errors import ClosedError
+from nccl_stream.transport.process_group import GlooLink
 
 torch.set_num_threads(1)
 
@@ -62,10 +64,49 @@ def wait_gate(spec, name):
         time.sleep(0.02)
 
 
+def flip_on_the_wire(every):
+    """Change the last byte of every so-many-th message that this process receives."""
+    receive, numbers = GlooLink.recv, itertools.count(1)
+
+    def recv(self, buf):
+        transfer = receive(self, buf)
+        if buf.numel() > 1 and next(numbers) % every == 0:  # not the byte that warms a link up
+            wait = transfer.wait
+
+            def wait_and_flip(timeout):
+                wait(timeout)
+                buf[-1] ^= 0x10
+
+            transfer.wait = wait_and_flip
+        return transfer
+
+    GlooLink.recv = recv
+
+
+def flip_in_the_slot(sample_ids):
+    """Change a byte of these samples wherever they arrive in this process, every time."""
+    transfer_done = DraftSide.transfer_done
+
+    def flip_and_go_on(self, delivery):
+        if delivery.sample_id in sample_ids:
+            self.store.layout_of(delivery.ref.feature_specs).views(delivery.slot.buffer)["input_ids"][0, 0] ^= 1
+        transfer_done(self, delivery)
+
+    DraftSide.transfer_done = flip_and_go_on
+
+
 def join(spec, role, journal):
-    """Connect. ``no_links``: this rank never opens its side of a link; ``forks``: then run so many loader processes."""
+    """Connect.
+
+    ``flip_every``, ``flip``: corrupt what comes, see above; ``no_links``: this rank never opens its side of a link;
+    ``forks``: then run so many loader processes.
+    """
     if spec.get("no_links"):
         nccl_stream.links.Links.opening = lambda self, inc, gen: None
+    if "flip_every" in spec:
+        flip_on_the_wire(spec["flip_every"])
+    if "flip" in spec:
+        flip_in_the_slot(spec["flip"])
     stream = nccl_stream.connect(
         f"tcp://127.0.0.1:{spec['port']}",
         run_id=spec["run_id"],
@@ -119,7 +160,8 @@ def target(spec, journal):
         journal.say("all put")
         if "after" in spec:
             wait_gate(spec, spec["after"])
-    journal.say("own books", **vars(stream._side.books()), resident_ids=stream._side.resident_ids())
+    letters = [[letter.sample_id, letter.failures, letter.reason] for letter in stream.dead_letters()]
+    journal.say("own books", **vars(stream._side.books()), resident_ids=stream._side.resident_ids(), letters=letters)
 
 
 def draft(spec, journal):

@@ -24,10 +24,14 @@ def run(rng: random.Random, offer, *, max_events: int = 50_000) -> int:
 
 
 class Wire:
-    """One generation of one link: two ends, each with the transfers posted there."""
+    """One generation of one link: two ends, each with the transfers posted there.
 
-    def __init__(self):
+    ``corrupt`` gets what arrived, as ``(token, buffers)`` of the receiver, and may change it.
+    """
+
+    def __init__(self, corrupt=lambda token, buffers: None):
         self.broken = False
+        self.corrupt = corrupt
         self.sends, self.recvs = [], []  # (token, buffers)
         self.moved = 0
 
@@ -39,6 +43,7 @@ class Wire:
         assert [b.numel() for b in sent] == [b.numel() for b in posted]
         for source, destination in zip(sent, posted, strict=True):
             destination.copy_(source)
+        self.corrupt(*self.recvs[self.moved])
         self.moved += 1
 
 
@@ -61,10 +66,12 @@ class Ends:
         name: this process.
         owner: as ``LinkOwner``; what it is told comes as events of its own.
         send: posts a message to a peer.
+        corrupt: see :class:`Wire`.
     """
 
-    def __init__(self, net, name, owner, send, *, side):
+    def __init__(self, net, name, owner, send, *, side, corrupt=lambda token, buffers: None):
         self.net, self.name, self.owner, self.side = net, name, owner, side
+        self.corrupt = corrupt
         self.post = send
         self.ends = {}
         self.reports = []  # callables, in any order
@@ -147,7 +154,7 @@ class Ends:
     def establish(self, end, inc):
         peer_links = self.net[inc]
         other = peer_links.ends[self.name]
-        wire = Wire()
+        wire = Wire(self.corrupt)
         for links, mine, name in ((self, end, inc), (peer_links, other, self.name)):
             mine.wire, mine.state = wire, "up"
             links.channels.append([wire, mine.gen, name, 0, False])

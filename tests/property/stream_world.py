@@ -15,6 +15,7 @@ from nccl_stream.coordination.messages import decode_message, encode_message
 from nccl_stream.draft_queue import DraftQueue, PaddingLease
 from nccl_stream.draft_side import DraftSide
 from nccl_stream.errors import ClosedError, NcclStreamError, WireFormatError
+from nccl_stream.session import _free_owned
 from nccl_stream.stores.nccl import NcclFeatureStore
 from nccl_stream.stores.residency import Residency
 from nccl_stream.target_side import TargetSide
@@ -145,13 +146,13 @@ class TargetRank(Rank):
         self.side = TargetSide(
             config, rank, world.num_targets, world.num_drafts, restart_timeout=0.0, clock=world.clock
         )
-        self.links = Ends(world.net, self.inc, self.side, self.send, side=0)
+        self.links = Ends(world.net, self.inc, self.side, self.send, side=0, corrupt=world.corrupt)
         residency = Residency(
             max_samples=config.max_samples,
             max_bytes=2 * config.max_bytes,
             high_watermark_bytes=config.high_watermark,
             low_watermark_bytes=config.low_watermark,
-            on_free=lambda owned: owned.slot.settle() if owned.slot is not None else None,
+            on_free=_free_owned,
         )
         self.arena = Arena(config.max_bytes)
         self.store = NcclFeatureStore(
@@ -163,6 +164,8 @@ class TargetRank(Rank):
             arena=self.arena,
             soft_cap_bytes=config.max_bytes,
             starving=self.side.starving,
+            outbound=self.side.streams,
+            checksums=config.verify_checksums,
         )
         self.side.wire(self, self.links, self.store)
         self.to_put = to_put
@@ -237,7 +240,11 @@ class DraftRank(Rank):
         self.handed += 1
         if isinstance(lease, PaddingLease):
             self.queue.ack(lease)
-            return
+        else:
+            self.begin(lease)
+
+    def begin(self, lease):
+        """A sample was leased."""
         tensors, handle = self.store.get(lease.ref)
         expected = self.world.samples[lease.ref.store_uri.rpartition("/")[2], lease.ref.sample_id]
         assert tensors.keys() == expected.keys()
@@ -265,7 +272,7 @@ class DraftRank(Rank):
         self.world.failures -= 1
 
     def finish(self):
-        if self.batch:
+        if self.in_hand():
             self.train()
         self.kept.clear()
         self.queue.close()
@@ -291,15 +298,24 @@ class DraftRank(Rank):
                     self.side.leases.table.pending_count
                     and self.side.leases.handed < self.side.rounds.samples_released()
                 )
-        if len(self.batch) == per_round or (self.batch and not self.handed % per_round):
-            events.append((2, self.train))
-        elif self.batch and (self.side.finished or (self.side.rounds is None and not may_take)):
-            events.append((1, self.train))
+        hand = self.in_hand()
+        if hand == per_round or (hand and not self.handed % per_round):
+            events += [(2, self.train)] * self.may_train()
+        elif hand and (self.side.finished or (self.side.rounds is None and not may_take)):
+            events += [(1, self.train)] * self.may_train()
         elif may_take and (self.side.rounds is None or self.together(per_round)):
             events.append((2, self.take))
         if self.batch and self.world.failures:
             events.append((0.2, self.fail))
         return events
+
+    def in_hand(self):
+        """Samples that wait for a batch."""
+        return len(self.batch)
+
+    def may_train(self):
+        """Whether they can be used."""
+        return True
 
     def together(self, per_round):
         begun, into = divmod(self.handed, per_round)
@@ -332,26 +348,17 @@ def make_sample(rng, number):
 class World:
     """All ranks, and what goes wrong."""
 
+    make_target = TargetRank
+    make_draft = DraftRank
+
     def __init__(
-        self,
-        seed,
-        *,
-        targets,
-        drafts,
-        per_target,
-        end,
-        static,
-        batch,
-        breaks,
-        mail_faults,
-        failures,
-        deaths,
-        damaged=(),
-    ):
+        self, seed, *, targets, drafts, per_target, end, static, batch, breaks, mail_faults, failures, deaths,
+        flips=0, budget=3, damaged=(),
+    ):  # fmt: skip
         self.rng = random.Random(seed)
         self.clock = FakeClock(1000.0)
         self.num_targets, self.num_drafts = targets, drafts
-        largest = sum(t.nbytes for t in make_sample(_Always(120), 0).values())
+        largest = self.largest_sample()
         self.config = StreamConfig(
             max_sample_bytes=largest,
             max_bytes=(drafts * batch + 2) * largest,
@@ -362,8 +369,11 @@ class World:
             lease=1e9,
             announce_window=self.rng.randint(1, 4),
             chunk_bytes=CHUNK,
+            max_failures=budget,
+            verify_checksums=flips > 0,
         )
-        self.arena_bytes = (4 * batch - 1) * (largest + 5 * 256 + 256)
+        self.flips, self.flipped = flips, Counter()
+        self.arena_bytes = self.smallest_arena(batch)
         self.documents, self.net, self.samples = Documents(damaged), {}, {}
         self.mail_faults, self.breaks, self.failures = mail_faults, breaks, failures
         self.deaths = list(deaths)
@@ -373,12 +383,11 @@ class World:
         for t in range(targets):
             to_put = []
             for n in range(per_target):
-                sample = make_sample(self.rng, n * targets + t)
-                self.samples[f"t{t}", f"s{n}"] = sample
+                sample = self.samples[f"t{t}", f"s{n}"] = self.make_sample(n * targets + t)
                 to_put.append((f"s{n}", sample))
-            self.ranks[f"t{t}"] = TargetRank(self, t, to_put)
+            self.ranks[f"t{t}"] = self.make_target(self, t, to_put)
         for d in range(drafts):
-            self.ranks[f"d{d}"] = DraftRank(self, d)
+            self.ranks[f"d{d}"] = self.make_draft(self, d)
         self.net.update({inc: rank.links for inc, rank in self.ranks.items()})
         members = [Member(r.inc, r.role, r.rank, "host", 1, "cpu", {}) for r in self.ranks.values()]
         for rank in self.ranks.values():
@@ -390,6 +399,15 @@ class World:
         if end != "ragged":
             for inc in incs:
                 self.ranks[inc].side.start_rounds("c", incs)
+
+    def largest_sample(self):
+        return sum(t.nbytes for t in make_sample(_Always(120), 0).values())
+
+    def smallest_arena(self, batch):
+        return (4 * batch - 1) * (self.largest_sample() + 5 * 256 + 256)
+
+    def make_sample(self, number):
+        return make_sample(self.rng, number)
 
     # -- the network -------------------------------------------------------------------------------------------------
 
@@ -406,6 +424,19 @@ class World:
             self.mail_faults -= 1
             inbox.rotate(self.rng.randrange(len(inbox)))
         return inbox.popleft()
+
+    def corrupt(self, delivery, buffers):
+        """Flip a bit of a sample that has just arrived, in one of its features."""
+        if not self.flips or self.rng.random() < 0.6:
+            return
+        self.flips -= 1
+        self.flipped[delivery.owner, delivery.sample_id] += 1
+        layout = self.ranks[delivery.owner].store.layout_of(delivery.ref.feature_specs)
+        name = self.rng.choice(sorted(layout.specs))
+        place = layout.offsets[name] + self.rng.randrange(layout.specs[name].nbytes)
+        for (start, nbytes), buffer in zip(layout.chunks, buffers, strict=True):
+            if start <= place < start + nbytes:
+                buffer[place - start] ^= 1 << self.rng.randrange(8)
 
     # -- death -------------------------------------------------------------------------------------------------------
 
@@ -476,8 +507,7 @@ class World:
             assert len({rank.handed for rank in drafts}) == 1, "a different number of rounds"
             assert not drafts[0].handed % self.config.samples_per_round or self.failures_happened()
         for rank in drafts:
-            # A rank that leaves takes its links down with what they carry; nothing else may keep memory.
-            assert not [why for _, _, why in rank.arena.holders() if "transfer" not in why]
+            assert not self.memory_kept(rank)
             assert not rank.side.intake.held
         for rank in targets:
             books = rank.side.delivery.books
@@ -487,6 +517,10 @@ class World:
                 assert rank.store.health().sample_count == 0
         self.check_books_of_the_dead(drafts)
         return Counter(key for rank in self.ranks.values() if rank.role == "draft" for key in rank.consumed)
+
+    def memory_kept(self, draft):
+        """A rank that leaves takes its links down with what they carry; nothing else may keep memory."""
+        return [why for _, _, why in draft.arena.holders() if "transfer" not in why]
 
     def failures_happened(self):
         return any(rank.side.leases.table.counts.failed for rank in self.survivors("draft"))

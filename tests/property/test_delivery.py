@@ -57,11 +57,16 @@ class ModelDraft:
         self.gen = 0  # newest generation that was up or went down
         self.linked = self.ended = False
         self.seen = 0
-        self.announced = 0  # seqs of this generation
-        self.answers = {}  # seq -> accepted
         self.open = {}  # seq -> sid, unanswered
-        self.unsent = 0  # next seq that may be transmitted
         self.told = None
+        self.reset()
+
+    def reset(self):
+        self.announced = 0  # seqs of this generation
+        self.posted = {}  # seq -> turn of its receive
+        self.underway = []  # seqs whose Ready has not arrived yet
+        self.heard = set()  # turns of those that have
+        self.sent = 0  # next turn that may be transmitted
 
 
 class DeliveryMachine(RuleBasedStateMachine):
@@ -110,10 +115,9 @@ class DeliveryMachine(RuleBasedStateMachine):
         draft, sample = self.drafts[inc], self.samples[owned.sample_id]
         assert draft.linked
         assert draft.gen == gen
-        assert draft.answers[seq]  # ready, and nothing else, lets bytes go
-        assert all(n in draft.answers for n in range(seq))
-        assert seq >= draft.unsent  # strictly in seq order
-        draft.unsent = seq + 1
+        assert draft.posted[seq] == draft.sent  # ready, and nothing else, lets bytes go, in the order of the receives
+        assert draft.sent in draft.heard
+        draft.sent += 1
         assert (sample.phase, sample.draft, sample.seq) == (Phase.ASSIGNED, inc, seq)
         assert owned.delivery == sample.delivery
         sample.phase = Phase.IN_FLIGHT
@@ -265,8 +269,7 @@ class DeliveryMachine(RuleBasedStateMachine):
             if draft.linked:
                 self.lose_link(draft)
             draft.gen, draft.linked = gen, True
-            draft.announced = draft.unsent = 0
-            draft.answers.clear()
+            draft.reset()
         self.delivery.link_up(draft.inc, gen)
 
     @precondition(lambda self: self.drafts)
@@ -288,13 +291,12 @@ class DeliveryMachine(RuleBasedStateMachine):
 
     # -- answers -----------------------------------------------------------------------------------------------------
 
-    def answer(self, inc, gen, seq, accepted):
+    def answer(self, inc, gen, seq):
         """Apply an answer to the model; the sample it decides about, or None when it is late."""
         draft = self.drafts.get(inc)
         if draft is None or not draft.linked or draft.gen != gen or seq not in draft.open:
             self.late += 1
             return None
-        draft.answers[seq] = accepted
         return self.samples[draft.open.pop(seq)]
 
     @precondition(lambda self: any(d.open for d in self.drafts.values()))
@@ -303,10 +305,32 @@ class DeliveryMachine(RuleBasedStateMachine):
         draft, seq = self.pick([(d, seq) for d in self.drafts.values() for seq in d.open], number)
         self.say(kind, draft.inc, draft.gen, seq)
 
+    @precondition(lambda self: any(d.open for d in self.drafts.values()))
+    @rule(number=PICK)
+    def post_receive(self, number):
+        """A receive is posted and its Ready on the way: others may overtake it."""
+        draft, seq = self.pick([(d, seq) for d in self.drafts.values() for seq in d.open], number)
+        self.post(draft, seq)
+
+    def post(self, draft, seq):
+        if seq not in draft.posted:
+            draft.posted[seq] = len(draft.posted)
+            draft.underway.append(seq)
+
     def say(self, kind, inc, gen, seq):
-        sample = self.answer(inc, gen, seq, kind == "ready")
+        draft = self.drafts.get(inc)
+        current = draft is not None and draft.linked and draft.gen == gen and seq in draft.open
+        if current and kind == "ready":
+            self.post(draft, seq)
+        elif current and seq in draft.posted:
+            return  # only one answer per announcement
+        turn = draft.posted.get(seq, 0) if draft is not None else 0
+        sample = self.answer(inc, gen, seq)
         if kind == "ready":
-            self.delivery.ready(inc, gen, seq)
+            if sample is not None:
+                draft.underway.remove(seq)
+                draft.heard.add(turn)
+            self.delivery.ready(inc, gen, seq, turn)
         elif kind == "adopt":
             if sample is not None:
                 sample.phase = Phase.DELIVERED
@@ -399,7 +423,7 @@ class DeliveryMachine(RuleBasedStateMachine):
         self.phases_agree()
         self.memory_is_freed_at_once_and_never_under_a_transfer()
         self.nothing_resident_is_forgotten()
-        self.every_ready_answer_was_followed()
+        self.every_receive_whose_turn_has_come_is_served()
         self.drafts_know_how_things_stand()
         self.knows_whether_anybody_is_left()
 
@@ -434,14 +458,10 @@ class DeliveryMachine(RuleBasedStateMachine):
             if sample.phase is Phase.RESIDENT and not sample.outcome:
                 assert not any(self.slot(sample) in (None, d.rank) for d in able), sample.sid
 
-    def every_ready_answer_was_followed(self):
+    def every_receive_whose_turn_has_come_is_served(self):
         for draft in self.drafts.values():
-            run = 0
-            while run in draft.answers:
-                run += 1
-            last_ready = max((n for n in range(run) if draft.answers[n]), default=-1)
             if draft.linked:
-                assert draft.unsent == last_ready + 1
+                assert draft.sent not in draft.heard
 
     def drafts_know_how_things_stand(self):
         if not self.closed or self.error:
@@ -532,6 +552,7 @@ MOVES = {
     "link_up": (3, {"number": range(99), "stale": [0, 0, 0, 1, 2], "anyway": [False] * 9 + [True]}),
     "link_down": (1, {"number": range(99), "stale": [0, 0, 1], "early": [False, True], "really": [False, True]}),
     "answer_announcement": (9, {"number": range(99), "kind": ["ready"] * 9 + ["refuse", "fault", "adopt"]}),
+    "post_receive": (2, {"number": range(99)}),
     "answer_again": (1, {"number": range(999), "kind": ["ready", "refuse", "fault", "adopt"]}),
     "transfer_ends": (5, {"number": range(99), "fails": [False] * 9 + [True]}),
     "settle_current": (5, {"number": range(99), "outcome": ["ack", "ack", "fail", "back", "drop"], "failures": [0, 1]}),

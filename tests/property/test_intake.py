@@ -67,7 +67,7 @@ class Owner:
 
     def hear(self, sender, message):
         if isinstance(message, m.Ready):
-            self.delivery.ready(sender, message.gen, message.seq)
+            self.delivery.ready(sender, message.gen, message.seq, message.turn)
         elif isinstance(message, m.Refuse):
             self.delivery.refused(sender, message.gen, message.seq, message.reason, fault=message.fault)
         elif isinstance(message, m.Adopt):
@@ -120,7 +120,7 @@ class Draft:
         return self.arena.reserve(nbytes, label)
 
     def receive(self, delivery):
-        # Receives are posted in the order in which the owner sends: by seq, within a generation.
+        # Whole samples are granted memory, and so received, in the order of their announcements.
         assert self.posted.get((delivery.owner, delivery.gen), -1) < delivery.seq
         self.posted[delivery.owner, delivery.gen] = delivery.seq
         delivery.slot.begin_transfer()

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nccl_stream.errors import WireFormatError
-from nccl_stream.refs import FeatureAlgorithm, FeatureSpec, SampleRef, dtype_name
+from nccl_stream.refs import FeatureAlgorithm, FeatureSpec, SampleRef, StreamSpec, dtype_name
 from tests.unit.helpers import make_ref
 
 DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=dtype_name)
@@ -22,17 +22,29 @@ JSON_VALUES = st.recursive(
 
 
 @st.composite
+def streams(draw, specs):
+    places = [(name, dim, size) for name, spec in specs.items() for dim, size in enumerate(spec.shape) if size]
+    if not places:
+        return None
+    length = draw(st.sampled_from(sorted({size for _, _, size in places})))
+    fitting = {name: dim for name, dim, size in draw(st.permutations(places)) if size == length}
+    return StreamSpec(fitting, length, draw(st.integers(1, 2**62 - 1)), draw(st.booleans()))
+
+
+@st.composite
 def refs(draw):
     algorithm = draw(st.sampled_from(FeatureAlgorithm))
     names = draw(st.permutations([*algorithm.required_features, *draw(st.lists(TEXT, max_size=3))]))
     names = list(dict.fromkeys(names))
     shapes = st.lists(st.integers(0, 2**10), max_size=5)
+    specs = {name: FeatureSpec(draw(shapes), draw(st.sampled_from(DTYPES))) for name in names}
     return SampleRef(
         sample_id=draw(TEXT),
         run_id=draw(TEXT),
         store_uri="x://" + draw(TEXT),
         feature_keys={name: draw(TEXT) for name in names},
-        feature_specs={name: FeatureSpec(draw(shapes), draw(st.sampled_from(DTYPES))) for name in names},
+        feature_specs=specs,
+        stream=draw(st.none() | streams(specs)),
         algorithm=algorithm,
         schema_version=draw(COUNTS),
         num_tokens=draw(COUNTS),
@@ -63,7 +75,7 @@ def _paths(value, path=()):
             yield from _paths(item, (*path, index))
 
 
-WIRE = make_ref(attributes={"norm": "pre"}).to_wire()
+WIRE = make_ref(attributes={"norm": "pre"}, stream=StreamSpec({"input_ids": 1, "logits": 1}, 8, 3)).to_wire()
 PATHS = list(_paths(WIRE))
 
 

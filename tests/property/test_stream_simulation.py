@@ -104,3 +104,39 @@ def test_static_order_is_the_same_in_every_run(seed, end):
         world, _ = simulate(seed=variant, breaks=0, failures=0, deaths=[], mail_faults=2, **shape)
         orders.append([draft.consumed for draft in world.survivors("draft")])
     assert orders[0] == orders[1]
+
+
+@given(
+    **STREAMS,
+    mail_faults=st.integers(0, 4),
+    breaks=st.integers(0, 3),
+    flips=st.integers(1, 12),
+    budget=st.integers(0, 3),
+)
+@SOME
+def test_bits_flipped_on_the_wire_reach_nobody_and_cost_the_retry_budget(**kwargs):
+    world, trained = simulate(failures=0, deaths=[], **kwargs)
+    targets = world.survivors("target")
+    dead = {(t.inc, letter.sample_id): letter for t in targets for letter in t.side.delivery.dead_letters}
+    for key, letter in dead.items():
+        assert letter.failures == kwargs["budget"] + 1 <= world.flipped[key]
+        assert "CRC-32C" in letter.reason
+    for key, count in world.flipped.items():
+        assert key in dead or count <= kwargs["budget"] or kwargs["breaks"]
+    assert all(count == 1 for count in trained.values()) or kwargs["breaks"]
+    if kwargs["end"] != "drop":
+        assert set(trained) == set(world.samples) - set(dead)
+    if not kwargs["breaks"] and not kwargs["mail_faults"]:
+        failures = sum(draft.side.status()["checksum_failures"] for draft in world.survivors("draft"))
+        assert failures == sum(world.flipped.values())
+
+
+@given(seed=st.integers(0, 2**32), flips=st.integers(1, 4))
+@SOME
+def test_static_order_survives_flipped_bits(seed, flips):
+    shape = {"targets": 2, "drafts": 2, "per_target": 6, "static": True, "batch": 1, "end": "ragged"}
+    world, _ = simulate(seed=seed, flips=flips, budget=5, breaks=0, failures=0, deaths=[], mail_faults=0, **shape)
+    for draft in world.survivors("draft"):
+        orders = [int(sid[1:]) * 2 + int(owner[1:]) for owner, sid in draft.consumed]
+        # The order gives way only where there is no memory to keep it.
+        assert orders == sorted(orders) or draft.side.intake.statistics.order_relaxed

@@ -8,7 +8,7 @@ from nccl_stream.coordination.journal import CHUNK_IDS, Journal, JournalReading,
 from nccl_stream.coordination.kv import ControlStore, tcp_store
 from nccl_stream.errors import WireFormatError
 
-OUTCOMES = ["acked", "dropped", "dead"]
+OUTCOMES = ["acked", "dropped", "dead", "lost"]
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def write(documents, journal):
 
 
 def test_owner_without_samples_reads_as_empty(documents):
-    assert read_journal(documents, "t0") == JournalReading({"put": 0, "acked": 0, "dropped": 0, "dead": 0}, ())
+    assert read_journal(documents, "t0") == JournalReading(dict.fromkeys(["put", *OUTCOMES], 0), ())
 
 
 @pytest.mark.parametrize("seed", range(4))

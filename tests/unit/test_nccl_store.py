@@ -16,8 +16,10 @@ from nccl_stream.config import StreamConfig
 from nccl_stream.errors import CapacityError, ClosedError, MisuseError, SampleNotFoundError
 from nccl_stream.leases import Lease
 from nccl_stream.refs import SampleRef
+from nccl_stream.session import _free_owned
 from nccl_stream.store import FeatureStore
 from nccl_stream.stores.nccl import NcclFeatureStore, OwnedBytes
+from nccl_stream.stores.owned_pieces import OwnedPieces
 from nccl_stream.stores.residency import Residency
 from nccl_stream.testing.store_suite import FeatureStoreConformance, StoreHarness, make_sample
 from nccl_stream.transport.arena import Arena
@@ -32,13 +34,13 @@ def target_store(
     low_watermark_bytes: int | None = 4 * MIB,
     **more: Any,
 ) -> NcclFeatureStore:
-    residency: Residency[OwnedBytes] = Residency(
+    residency: Residency[OwnedBytes | OwnedPieces] = Residency(
         max_samples=max_samples,
         max_bytes=max_bytes,
         high_watermark_bytes=high_watermark_bytes,
         low_watermark_bytes=low_watermark_bytes,
         name="NcclFeatureStore",
-        on_free=lambda owned: owned.slot.settle() if owned.slot is not None else None,
+        on_free=_free_owned,
     )
     return NcclFeatureStore(
         "nccl://test/t0",

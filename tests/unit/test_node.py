@@ -59,10 +59,10 @@ class Handler:
 class Pair:
     """A target and a draft that know each other."""
 
-    def __init__(self, raw, timing=CALM):
+    def __init__(self, raw, timing=CALM, handlers=None):
         self.shape = RunShape("run", "0", 1, 1, False)
         self.raw = raw
-        self.handlers = [Handler(), Handler()]
+        self.handlers = handlers or [Handler(), Handler()]
         self.nodes = [
             Node(raw.clone(), self.shape, Identity(role, 0, "host", 1, "cpu", {}), timing, handler)
             for role, handler in zip(("target", "draft"), self.handlers, strict=True)
@@ -74,7 +74,7 @@ class Pair:
         for node in self.nodes:
             node.wait_complete(time.monotonic() + PATIENCE)
         for handler in self.handlers:
-            handler.wait_for(lambda h=handler: h.joined)
+            assert handler.joined
 
     def close(self):
         left = [node.close(5.0) for node in self.nodes]
@@ -187,6 +187,36 @@ def test_incomplete_run_names_who_is_missing():
             node.wait_complete(time.monotonic() + 0.3)
     finally:
         assert node.close(5.0) == []
+
+
+class Slow(Handler):
+    """Takes its time over a newcomer."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = threading.Event()
+
+    def on_joined(self, member):
+        assert self.gate.wait(PATIENCE)
+        super().on_joined(member)
+
+
+def test_run_is_not_complete_before_the_handler_knows_everybody():
+    pair = Pair(tcp_store("127.0.0.1", 0, serve=True, timeout=10.0), handlers=[Slow(), Handler()])
+    slow, node = pair.handlers[0], pair.nodes[0]
+    for each in pair.nodes:
+        each.join()
+    pair.nodes[1].wait_complete(time.monotonic() + PATIENCE)
+    for _ in range(600):
+        if node.alive("draft"):
+            break
+        time.sleep(0.05)
+    with pytest.raises(PeerTimeoutError, match="draft rank 0"):
+        node.wait_complete(time.monotonic() + 0.2)
+    slow.gate.set()
+    node.wait_complete(time.monotonic() + PATIENCE)
+    assert [member.role for member in slow.joined] == ["draft"]
+    pair.close()
 
 
 SERVER = """

@@ -1,0 +1,340 @@
+"""A streamed sample on its owner: the memory of its pieces, and the writer that fills it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from nccl_stream.coordination.stream_owner import OwnedStream
+from nccl_stream.errors import ClosedError, MisuseError, PeerTimeoutError, StreamLostError
+from nccl_stream.refs import SampleRef
+from nccl_stream.sample_stream import StreamWriter
+from nccl_stream.stores.pieces import PieceCount, require_stream
+from nccl_stream.stores.tensors import check_finite, checksum_of
+from nccl_stream.stores.windows import WindowLayout
+from nccl_stream.transport.arena import Arena, Slot
+from nccl_stream.transport.layout import SlotLayout
+
+__all__ = ["Outbound", "OwnedPiece", "OwnedPieceWriter", "OwnedPieces", "Unconnected", "fail_sample"]
+
+logger = logging.getLogger(__name__)
+
+LOG_EVERY_S = 10.0
+WAIT_S = 0.5
+
+_WHY = {
+    "acked": "its consumer was content with what it had",
+    "dropped": "it was left over at the end, or discarded",
+    "dead": "its consumers failed it too often",
+}
+
+
+@dataclass
+class OwnedPiece:
+    """One piece in wire layout. ``checksum`` is the CRC-32C of its features; None where nobody verifies it."""
+
+    layout: SlotLayout
+    buffer: torch.Tensor
+    slot: Slot | None
+    checksum: int | None = None
+
+    def wire_buffers(self) -> list[torch.Tensor]:
+        """The messages of the piece, flat bytes in wire order."""
+        return self.layout.wire_buffers(self.buffer)
+
+
+class OwnedPieces:
+    """The pieces of one streamed sample of this rank that its consumer has not given back.
+
+    Not thread-safe, except :meth:`close`: its users hold the lock of the stream's end.
+
+    Args:
+        ref: the sample's ref.
+        windows: sizes of its pieces.
+        device: where the pieces lie.
+        arena: preallocated memory, from which the window is taken if it fits there now.
+        grow: called with the bytes of each piece by which a retained sample outgrows its window; raises
+            ``CapacityError``.
+    """
+
+    def __init__(
+        self,
+        ref: SampleRef,
+        windows: WindowLayout,
+        device: torch.device,
+        arena: Arena | None,
+        grow: Callable[[int], None],
+    ) -> None:
+        spec = require_stream(ref)
+        self.ref = ref
+        self.windows = windows
+        self.stream = OwnedStream(spec.window, spec.retain)
+        self.count = PieceCount(ref)
+        self.pieces: dict[int, OwnedPiece] = {}
+        self.offered = False
+        self._device = device
+        self._arena = arena
+        self._grow = grow
+        self._closed = False
+        nbytes = windows.total_bytes
+        self._slot = None if arena is None else arena.reserve(nbytes, f"window of sample {ref.sample_id}")
+        memory = None if self._slot is None else self._slot.buffer
+        self._ring = Arena(nbytes, device, memory=memory, on_free=self._memory_came_back)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the window."""
+        return self._ring.capacity_bytes
+
+    def take(self, index: int, num_bytes: int) -> tuple[torch.Tensor, Slot | None] | None:
+        """Memory for one piece of ``num_bytes``; None while transfers still read what there is.
+
+        Raises:
+            CapacityError: (``MemoryError``) the store has no room for a retained sample to grow.
+        """
+        nbytes = self.windows.slot_bytes(index)
+        label = f"piece {index} of sample {self.ref.sample_id}"
+        slot = self._ring.reserve(nbytes, label)
+        if slot is None and self.stream.retain:
+            self._grow(num_bytes)
+            slot = None if self._arena is None else self._arena.reserve(nbytes, label)
+            if slot is None:
+                return torch.empty(nbytes, dtype=torch.uint8, device=self._device), None
+        return None if slot is None else (slot.buffer, slot)
+
+    def put(self, index: int, piece: OwnedPiece) -> None:
+        """Keep a piece."""
+        self.pieces[index] = piece
+        if self._closed:  # in this very moment, by another thread
+            self.close()
+
+    def drop(self, count: int) -> None:
+        """The first ``count`` pieces are not needed any more."""
+        for index in [index for index in self.pieces if index < count]:
+            self._settle(self.pieces.pop(index))
+
+    def close(self) -> None:
+        """The sample is gone from the store. Memory returns when nothing reads or writes it. Idempotent."""
+        self._closed = True
+        if not self.stream.outcome:
+            self.stream.outcome = "dropped"
+        while self.pieces:
+            self._settle(self.pieces.popitem()[1])
+        self._memory_came_back()
+
+    @staticmethod
+    def _settle(piece: OwnedPiece) -> None:
+        if piece.slot is not None:
+            piece.slot.settle()
+
+    def _memory_came_back(self) -> None:
+        if self._closed and self._slot is not None and self._ring.free_bytes == self._ring.capacity_bytes:
+            self._slot.settle()
+
+
+class Outbound(Protocol):
+    """The end of the stream on a target rank, as far as writers of streamed samples need it.
+
+    Attributes:
+        cond: guards all of it; notified when something changes.
+    """
+
+    cond: threading.Condition
+
+    def opened(self, sample: OwnedPieces) -> None:
+        """A streamed sample is in the store; the lock is held."""
+        ...
+
+    def changed(self, sample: OwnedPieces) -> None:
+        """A piece was appended, or the sample was closed or failed; the lock is held."""
+        ...
+
+    def check(self, sample: OwnedPieces) -> None:
+        """Raise when nobody can read the sample any more; the lock is held."""
+        ...
+
+    def writer_dropped(self, sample: OwnedPieces) -> None:
+        """The writer is gone. Called by a finalizer: must not lock nor block."""
+        ...
+
+
+class Unconnected:
+    """An end of which there is no other."""
+
+    def __init__(self) -> None:
+        self.cond = threading.Condition()
+
+    def opened(self, sample: OwnedPieces) -> None:
+        """Nobody to tell."""
+
+    def changed(self, sample: OwnedPieces) -> None:
+        """Nobody to tell."""
+
+    def check(self, sample: OwnedPieces) -> None:
+        """Nothing to check."""
+
+    def writer_dropped(self, sample: OwnedPieces) -> None:
+        """Nobody waits for it."""
+
+
+class OwnedPieceWriter(StreamWriter):
+    """The producer's end of a streamed sample whose pieces travel.
+
+    A thread that feeds several samples can wait for a reader that waits for another of them: with more samples open
+    than drafts can read at once, give each a thread of its own, or append with a timeout.
+
+    Args:
+        sample: the pieces.
+        outbound: this rank's end of the stream.
+        is_closed: whether the store is closed.
+        checksums: compute every piece's CRC-32C, for its draft to verify.
+        finite: refuse pieces with NaN or infinite values.
+        patience: seconds for which an append waits, with a full window, for the ref to be put on the queue.
+    """
+
+    def __init__(
+        self,
+        sample: OwnedPieces,
+        outbound: Outbound,
+        is_closed: Callable[[], bool],
+        *,
+        checksums: bool = False,
+        finite: bool = False,
+        patience: float = 60.0,
+    ) -> None:
+        self._sample = sample
+        self._outbound = outbound
+        self._is_closed = is_closed
+        self._checksums = checksums
+        self._finite = finite
+        self._patience = patience
+        self._finalizer = weakref.finalize(self, outbound.writer_dropped, sample)
+        self._finalizer.atexit = False
+
+    @property
+    def ref(self) -> SampleRef:
+        """The sample's ref; see :class:`StreamWriter`."""
+        return self._sample.ref
+
+    def append(self, tensors: Mapping[str, torch.Tensor], timeout: float | None = None) -> int:
+        """Append one piece; see :meth:`StreamWriter.append`. On a GPU it returns once the copies are in place."""
+        sample = self._sample
+        with self._outbound.cond:
+            self._check()
+            length = sample.count.check(tensors)
+        if self._finite:
+            check_finite(self.ref.sample_id, tensors)
+        with self._outbound.cond:
+            self._check()
+            layout = sample.windows.layout(sample.count.num_pieces, length)
+            buffer, slot = self._wait_for_memory(sum(spec.nbytes for spec in layout.specs.values()), timeout)
+        try:
+            self._pack(layout, tensors, buffer, slot)
+            checksum = checksum_of(layout.views(buffer).values()) if self._checksums else None
+            with self._outbound.cond:
+                self._check()
+                index, _ = sample.count.add(length)
+                sample.put(index, OwnedPiece(layout, buffer, slot, checksum))
+                slot = None
+                sample.stream.lengths.append(length)
+                self._outbound.changed(sample)
+                return index
+        finally:
+            if slot is not None:
+                slot.settle()
+
+    def _wait_for_memory(self, num_bytes: int, timeout: float | None) -> tuple[torch.Tensor, Slot | None]:
+        """Wait until the window has room for a piece; the lock is held."""
+        sample, stream = self._sample, self._sample.stream
+        started = time.monotonic()
+        next_log = started + LOG_EVERY_S
+        while True:
+            taken = sample.take(sample.count.num_pieces, num_bytes) if stream.has_room else None
+            if taken is not None:
+                return taken
+            waited = time.monotonic() - started
+            if timeout is not None and waited >= timeout:
+                raise PeerTimeoutError(
+                    f"streamed sample {self.ref.sample_id!r}: all {stream.window} pieces of the window were still "
+                    f"unreleased after {timeout} s ({stream.freed} of {len(stream.lengths)} released)"
+                )
+            if not sample.offered and waited >= self._patience:
+                raise MisuseError(
+                    f"streamed sample {self.ref.sample_id!r}: its window of {stream.window} pieces is full and its ref "
+                    f"was not put on the queue within {waited:.0f} s: put it there before appending more"
+                )
+            if time.monotonic() >= next_log:
+                next_log += LOG_EVERY_S
+                logger.info(
+                    "append to streamed sample %s waits for its reader since %.0f s; %d of %d pieces are released",
+                    self.ref.sample_id, waited, stream.freed, len(stream.lengths),
+                )  # fmt: skip
+            self._outbound.cond.wait(WAIT_S if timeout is None else max(0.0, min(WAIT_S, timeout - waited)))
+            self._check()
+
+    @staticmethod
+    def _pack(layout: SlotLayout, tensors: Mapping[str, torch.Tensor], buffer: torch.Tensor, slot: Slot | None) -> None:
+        if buffer.device.type != "cuda":
+            layout.pack(tensors, buffer)
+            return
+        stream = torch.cuda.current_stream(buffer.device)
+        if slot is not None:
+            slot.wait_release(stream)
+        layout.pack(tensors, buffer)
+        stream.synchronize()
+
+    def _check(self, *, complete: bool = False) -> None:
+        """Raise why nothing can be appended; the lock is held."""
+        stream, sample_id = self._sample.stream, self.ref.sample_id
+        if self._is_closed():
+            raise ClosedError(f"streamed sample {sample_id!r}: its store is closed")
+        if stream.error:
+            raise ClosedError(f"streamed sample {sample_id!r} was failed: {stream.error}")
+        if stream.closed and not complete:
+            raise ClosedError(f"streamed sample {sample_id!r} is complete; it takes no more pieces")
+        if stream.outcome:
+            raise StreamLostError(sample_id, stream.why or _WHY.get(stream.outcome, stream.outcome))
+        if stream.stopped and not stream.retain:
+            raise StreamLostError(sample_id, "its reader stopped")
+        self._outbound.check(self._sample)
+
+    def close(self) -> int:
+        """The sample is complete; see :meth:`StreamWriter.close`."""
+        sample = self._sample
+        with self._outbound.cond:
+            if not sample.stream.closed:
+                self._check(complete=True)
+                if not sample.count.num_pieces:
+                    raise MisuseError(
+                        f"streamed sample {self.ref.sample_id!r} has no piece: append at least one position, or fail it"
+                    )
+                sample.stream.closed = True
+                self._finalizer.detach()
+                self._outbound.changed(sample)
+            elif self._is_closed():
+                raise ClosedError(f"streamed sample {self.ref.sample_id!r}: its store is closed")
+            return sample.count.num_pieces
+
+    def fail(self, error: BaseException | str) -> None:
+        """The rest never comes; see :meth:`StreamWriter.fail`."""
+        self._finalizer.detach()
+        with self._outbound.cond:
+            fail_sample(self._sample, error if isinstance(error, str) else f"{type(error).__name__}: {error}")
+            self._outbound.changed(self._sample)
+
+
+def fail_sample(sample: OwnedPieces, reason: str) -> None:
+    """Record that the rest of a sample never comes; the lock is held.
+
+    Without effect on one that is complete or has its outcome, or whose reader wants no more.
+    """
+    stream = sample.stream
+    if not (stream.closed or stream.error or stream.outcome or (stream.stopped and not stream.retain)):
+        stream.error = reason or "its producer failed"
