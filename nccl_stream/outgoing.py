@@ -7,8 +7,9 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from nccl_stream.coordination.delivery import OwnedSample, OwnerDelivery
+from nccl_stream.coordination.delivery import OwnerDelivery
 from nccl_stream.coordination.messages import Admit, Message, PieceReady, PieceSkip, Progress
+from nccl_stream.coordination.owned import OwnedSample
 from nccl_stream.errors import PeerLostError
 from nccl_stream.side import Side
 from nccl_stream.stores.owned_pieces import OwnedPiece, OwnedPieces, fail_sample
@@ -43,6 +44,7 @@ class OutgoingStreams:
 
     def __init__(self, side: Side, delivery: OwnerDelivery, refused: Callable[[str, int, PieceSending], None]) -> None:
         self.cond = side.cond
+        self.waited_s = 0.0
         self.on_lost: Callable[[tuple[str, ...]], None] | None = None
         self._side = side
         self._delivery = delivery
@@ -73,6 +75,10 @@ class OutgoingStreams:
         if not self._delivery.may_be_read(sample.ref.sample_id):
             raise PeerLostError(f"streamed sample {sample.ref.sample_id!r}: no draft rank is left that could read it")
 
+    def waited(self, seconds: float) -> None:
+        """A writer has waited for its reader."""
+        self.waited_s += seconds
+
     def writer_dropped(self, sample: OwnedPieces) -> None:
         """A finalizer's note; the lock is not held."""
         self._dropped.append(sample)
@@ -96,11 +102,11 @@ class OutgoingStreams:
         if isinstance(message, Admit):
             self._delivery.admitted(inc, message.gen, message.seq, message.serial, message.delivery)
         elif isinstance(message, PieceReady):
-            self._delivery.piece_ready(inc, message)
+            self._delivery.pieces.ready(inc, message)
         elif isinstance(message, PieceSkip):
-            self._delivery.piece_skipped(inc, message)
+            self._delivery.pieces.skipped(inc, message)
         elif isinstance(message, Progress):
-            self._delivery.progress(inc, message)
+            self._delivery.pieces.progress(inc, message)
 
     def fail_open(self, reason: str) -> None:
         """Fail every sample that its writer has not closed: this rank is leaving, and nobody could wait for them."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nccl_stream.config import StreamConfig
-from nccl_stream.coordination.delivery import Books, DeadLetter, OwnedSample, OwnerDelivery
+from nccl_stream.coordination.delivery import OwnerDelivery
 from nccl_stream.coordination.journal import Journal
 from nccl_stream.coordination.kv import ControlStore
 from nccl_stream.coordination.membership import Member
@@ -26,6 +26,7 @@ from nccl_stream.coordination.messages import (
     StopRequest,
 )
 from nccl_stream.coordination.node import Node
+from nccl_stream.coordination.owned import Books, DeadLetter, OwnedSample
 from nccl_stream.coordination.rounds import EndDecision
 from nccl_stream.errors import (
     ClosedError,
@@ -40,8 +41,9 @@ from nccl_stream.outgoing import OutgoingStreams, PieceSending
 from nccl_stream.refs import SampleRef
 from nccl_stream.side import Side, take_due
 from nccl_stream.store import StoreHandle, StoreHealth
-from nccl_stream.stores.nccl import NcclFeatureStore, OwnedBytes
+from nccl_stream.stores.nccl import NcclFeatureStore
 from nccl_stream.stores.owned_pieces import OwnedPieces
+from nccl_stream.stores.staged import OwnedBytes
 from nccl_stream.watermarks import WatermarkGate
 from nccl_stream.wire_header import make_header
 
@@ -331,7 +333,8 @@ class TargetSide(Side):
                 "closed": self.delivery.closed,
                 "error": self.delivery.error[:1000],
                 "books": dict(vars(self.delivery.books)),
-                "paused_s": round(self.paused_s + self.store.room_waited_s, 6),
+                "waiting_bytes": dict(self.store.memory.used_bytes),
+                "paused_s": round(self.paused_s + self.store.room_waited_s + self.streams.waited_s, 6),
             }
 
     # -- the end -------------------------------------------------------------------------------------------------------

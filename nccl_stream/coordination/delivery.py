@@ -7,139 +7,19 @@ delivery it belongs to; one of an earlier delivery changes nothing and is counte
 
 from __future__ import annotations
 
-import enum
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
-from nccl_stream.coordination.messages import (
-    Announce,
-    AnnouncePiece,
-    Message,
-    OwnerState,
-    PieceReady,
-    PieceSkip,
-    Progress,
-    StreamEnd,
-    StreamOpen,
-    Withdraw,
-)
+from nccl_stream.coordination.messages import Announce, OwnerState, StreamEnd, StreamOpen
+from nccl_stream.coordination.owned import Books, DeadLetter, LostStream, OwnedSample, OwnerDraft, OwnerPort, Phase
+from nccl_stream.coordination.piece_delivery import PieceDelivery
 from nccl_stream.coordination.stream_owner import OwnedStream
 
-__all__ = ["Books", "DeadLetter", "LostStream", "OwnedSample", "OwnerDelivery", "OwnerPort", "Phase"]
+__all__ = ["OwnerDelivery"]
 
 
 GONE_TOLD = 64  # far more drafts than can end between two messages
-
-
-class Phase(enum.Enum):
-    """Where a sample is on its way."""
-
-    RESIDENT = "resident"
-    ASSIGNED = "assigned"
-    IN_FLIGHT = "in_flight"
-    DELIVERED = "delivered"
-
-
-@dataclass
-class OwnedSample:
-    """One sample of this owner and where it is."""
-
-    sample_id: str
-    ref: dict[str, Any]
-    nbytes: int
-    order: int
-    serial: int
-    phase: Phase = Phase.RESIDENT
-    delivery: int = 0
-    failures: int = 0
-    draft: str = ""
-    seq: int = -1
-    sends: int = 0
-    outcome: str = ""
-    stream: OwnedStream | None = None
-
-
-@dataclass(frozen=True)
-class DeadLetter:
-    """A sample whose retry budget is spent."""
-
-    sample_id: str
-    reason: str
-    failures: int
-    draft: str
-
-
-@dataclass(frozen=True)
-class LostStream:
-    """A streamed sample that nobody can read as a whole any more, and why."""
-
-    sample_id: str
-    reason: str
-
-
-@dataclass
-class Books:
-    """``put = acked + dropped + dead + lost + resident`` at every moment, counted per owner."""
-
-    put: int = 0
-    acked: int = 0
-    dropped: int = 0
-    dead: int = 0
-    lost: int = 0
-    resident: int = 0
-    redelivered: int = 0
-    late: int = 0
-    bytes_sent: int = 0
-
-    def balanced(self) -> bool:
-        return self.put == self.acked + self.dropped + self.dead + self.lost + self.resident
-
-
-class OwnerPort(Protocol):
-    """What the state machine asks for; every method returns at once."""
-
-    def tell(self, draft: str, message: Message) -> None: ...
-
-    def transmit(self, draft: str, gen: int, seq: int, sample: OwnedSample) -> None:
-        """Send the sample's bytes; :meth:`OwnerDelivery.sent` or a link failure reports how it went."""
-        ...
-
-    def transmit_piece(self, draft: str, gen: int, turn: int, sample: OwnedSample, piece: int) -> None:
-        """Send one piece of a streamed sample; :meth:`OwnerDelivery.piece_sent` or a link failure says how it went."""
-        ...
-
-    def pieces_gone(self, sample: OwnedSample, count: int) -> None:
-        """The first ``count`` pieces of a streamed sample are not needed any more."""
-        ...
-
-    def settled(self, sample: OwnedSample) -> None:
-        """The sample has its outcome and no transfer touches it: free it."""
-        ...
-
-
-@dataclass
-class _Draft:
-    inc: str
-    rank: int
-    gen: int = 0  # newest generation that came up or broke
-    linked: bool = False
-    ended: bool = False
-    next_seq: int = 0
-    by_seq: dict[int, str] = field(default_factory=dict)  # announced and not answered
-    next_turn: int = 0
-    # Receives posted there whose turn has not come: number of the announcement, or of the piece, and the sample.
-    turns: dict[int, tuple[int, OwnedSample, bool]] = field(default_factory=dict)
-    pieces: dict[tuple[int, int, int], OwnedSample] = field(default_factory=dict)  # announced and not answered
-    waiting: int = 0
-    coming: int = 0
-    held: set[str] = field(default_factory=set)
-    given: int = 0  # samples it has or had, less those that came back
-    seen: int = 0
-    refusals: int = 0  # without fault, since it last took something: it had no memory
-    told: tuple[bool, str, bool, bool, int] | None = None
-    told_gone: list[str] = field(default_factory=list)
 
 
 class OwnerDelivery:
@@ -182,7 +62,7 @@ class OwnerDelivery:
         self._round_samples = round_samples
         self._prefer = prefer
         self._samples: dict[str, OwnedSample] = {}
-        self._drafts: dict[str, _Draft] = {}
+        self._drafts: dict[str, OwnerDraft] = {}
         self._queues: dict[int, deque[str]] = {}
         # Ranks that somebody takes samples for now, or is expected to.
         self._awaited: set[int] = set(range(num_drafts) if ranks is None else ranks)
@@ -192,10 +72,10 @@ class OwnerDelivery:
         self._gone: list[str] = []
         self._drop_rest = False
         self._undelivered = 0
-        self._streams: dict[int, OwnedSample] = {}
         self.books = Books()
         self.dead_letters: list[DeadLetter] = []
         self.lost: list[LostStream] = []
+        self.pieces = PieceDelivery(port, self._drafts, self.books, take_turn=self._take_turn, end_send=self._end_send)
 
     # -- what the user does ------------------------------------------------------------------------------------------
 
@@ -208,7 +88,7 @@ class OwnerDelivery:
         sample = OwnedSample(sample_id, ref, nbytes, order, self.books.put, stream=stream)
         self._samples[sample_id] = sample
         if stream is not None:
-            self._streams[sample.serial] = sample
+            self.pieces.add(sample)
         self.books.put += 1
         self.books.resident += 1
         self._undelivered += 1
@@ -230,7 +110,7 @@ class OwnerDelivery:
 
     def draft_joined(self, inc: str, rank: int) -> None:
         self._awaited.add(rank)
-        self._drafts[inc] = _Draft(inc, rank)
+        self._drafts[inc] = OwnerDraft(inc, rank)
         self.assign()
 
     def draft_gone(self, inc: str, *, awaited: bool) -> None:
@@ -242,7 +122,7 @@ class OwnerDelivery:
             return
         if not awaited:
             self._give_up(draft.rank)
-        self._forget_transfers(draft)
+        self.pieces.forget(draft)
         self._take_back(sorted(draft.held, key=lambda sid: self._samples[sid].order), "its reader is gone")
         self.assign()
 
@@ -273,7 +153,7 @@ class OwnerDelivery:
         draft.by_seq.clear()
         self.assign()
         for sid in sorted(draft.held, key=lambda sid: self._samples[sid].order):
-            self._announce_pieces(self._samples[sid])
+            self.pieces.announce(self._samples[sid])
 
     def link_down(self, inc: str, gen: int) -> None:
         """Everything announced or in flight on that link will be delivered anew; what was delivered stays delivered."""
@@ -284,22 +164,14 @@ class OwnerDelivery:
         self._unlink(draft)
         self.assign()
 
-    def _unlink(self, draft: _Draft) -> None:
+    def _unlink(self, draft: OwnerDraft) -> None:
         if not draft.linked:
             return
         draft.linked = False
-        self._forget_transfers(draft)
+        self.pieces.forget(draft)
         back = [sid for sid in draft.held if self._samples[sid].phase in (Phase.ASSIGNED, Phase.IN_FLIGHT)]
         self._take_back(sorted(back, key=lambda sid: self._samples[sid].order), "the link was lost")
         draft.waiting = 0
-
-    def _forget_transfers(self, draft: _Draft) -> None:
-        """Nothing that was announced or granted on the draft's link will be sent on it."""
-        pieces = [*draft.pieces.values(), *(sample for _, sample, is_piece in draft.turns.values() if is_piece)]
-        draft.pieces.clear()
-        draft.turns.clear()
-        for sample in pieces:
-            self._end_send(sample)
 
     @property
     def anybody_left(self) -> bool:
@@ -319,17 +191,22 @@ class OwnerDelivery:
 
     def ready(self, inc: str, gen: int, seq: int, turn: int) -> None:
         """The draft has posted its ``turn``-th receive, for ``seq``; sends go out strictly in the order of turns."""
-        draft = self._drafts.get(inc)
-        if draft is not None and draft.gen == gen and (turn < draft.next_turn or turn in draft.turns):
+        draft, sample = self._drafts.get(inc), self._asked_about(inc, gen, seq)
+        if (
+            draft is None
+            or sample is None
+            or sample.stream is not None
+            or turn < draft.next_turn
+            or turn in draft.turns
+        ):
             self.books.late += 1
-            return
-        sid = self._answer(inc, gen, seq)
-        if sid is not None:
-            self._drafts[inc].refusals = 0
-            self._take_turn(self._drafts[inc], turn, (seq, self._samples[sid], False))
+        else:
+            self._answer(inc, gen, seq)
+            draft.refusals = 0
+            self._take_turn(draft, turn, (seq, sample, False))
             self.assign()
 
-    def _take_turn(self, draft: _Draft, turn: int, what: tuple[int, OwnedSample, bool]) -> None:
+    def _take_turn(self, draft: OwnerDraft, turn: int, what: tuple[int, OwnedSample, bool]) -> None:
         draft.turns[turn] = what
         while draft.next_turn in draft.turns:
             number, sample, is_piece = draft.turns.pop(draft.next_turn)
@@ -359,15 +236,22 @@ class OwnerDelivery:
             self._mark_delivered(self._samples[sid])
             self.assign()
 
-    def _answer(self, inc: str, gen: int, seq: int) -> str | None:
+    def _asked_about(self, inc: str, gen: int, seq: int) -> OwnedSample | None:
+        """The sample of an announcement that has no answer yet."""
         draft = self._drafts.get(inc)
         if draft is None or not draft.linked or draft.gen != gen or seq not in draft.by_seq:
+            return None
+        return self._samples[draft.by_seq[seq]]
+
+    def _answer(self, inc: str, gen: int, seq: int) -> str | None:
+        """Take an answer; the sample it is about, None when it comes late."""
+        if self._asked_about(inc, gen, seq) is None:
             self.books.late += 1
             return None
-        draft.waiting -= 1
-        return draft.by_seq.pop(seq)
+        self._drafts[inc].waiting -= 1
+        return self._drafts[inc].by_seq.pop(seq)
 
-    def _transmit(self, draft: _Draft, seq: int, sample: OwnedSample) -> None:
+    def _transmit(self, draft: OwnerDraft, seq: int, sample: OwnedSample) -> None:
         sample.phase = Phase.IN_FLIGHT
         sample.sends += 1
         self._port.transmit(draft.inc, draft.gen, seq, sample)
@@ -404,11 +288,11 @@ class OwnerDelivery:
 
     def admitted(self, inc: str, gen: int, seq: int, serial: int, delivery: int) -> None:
         """The draft has memory for a window of a streamed sample: from now on it is in its hands."""
-        sid = self._answer(inc, gen, seq)
-        sample = None if sid is None else self._samples[sid]
+        sample = self._asked_about(inc, gen, seq)
         if sample is None or sample.stream is None or (sample.serial, sample.delivery) != (serial, delivery):
-            self._withdraw(inc, serial, delivery)
+            self.pieces.withdraw(inc, serial, delivery)
             return
+        self._answer(inc, gen, seq)
         self._drafts[inc].refusals = 0
         self._mark_delivered(sample)
         sample.stream.go_on(gen, 0)
@@ -419,10 +303,6 @@ class OwnerDelivery:
             self._port.tell(inc, StreamOpen(serial, delivery))
         self.stream_changed(sample.sample_id, sample.stream)
 
-    def _withdraw(self, inc: str, serial: int, delivery: int) -> None:
-        if inc in self._drafts:
-            self._port.tell(inc, Withdraw(serial, delivery))
-
     def stream_changed(self, sample_id: str, stream: OwnedStream) -> None:
         """A piece was appended to the sample, or its producer closed or failed it."""
         sample = self._samples.get(sample_id)
@@ -430,59 +310,13 @@ class OwnerDelivery:
             return
         if stream.error and sample.phase is Phase.RESIDENT:
             self._lose(sample, stream.error)
-        self._announce_pieces(sample)
+        self.pieces.announce(sample)
         self.assign()
-
-    def _announce_pieces(self, sample: OwnedSample) -> None:
-        draft, stream = self._drafts.get(sample.draft), sample.stream
-        if stream is None or draft is None or sample.phase is not Phase.DELIVERED:
-            return
-        for piece, length in stream.announce(draft.gen if draft.linked else 0):
-            sample.sends += 1
-            draft.pieces[sample.serial, sample.delivery, piece] = sample
-            self._port.tell(draft.inc, AnnouncePiece(draft.gen, sample.serial, sample.delivery, piece, length))
-        if (stream.closed or stream.error) and not stream.told_end:
-            stream.told_end = True
-            end = StreamEnd(sample.serial, sample.delivery, len(stream.lengths), stream.error[:2000])
-            self._port.tell(draft.inc, end)
-
-    def piece_ready(self, inc: str, message: PieceReady) -> None:
-        """The draft has posted the receive of a piece. Whatever became of the sample, its bytes must follow."""
-        draft = self._drafts.get(inc)
-        key = message.serial, message.delivery, message.piece
-        current = draft is not None and draft.linked and draft.gen == message.gen and key in draft.pieces
-        if draft is None or not current or message.turn < draft.next_turn or message.turn in draft.turns:
-            self.books.late += 1
-        else:
-            self._take_turn(draft, message.turn, (message.piece, draft.pieces.pop(key), True))
-
-    def piece_skipped(self, inc: str, message: PieceSkip) -> None:
-        """The draft does not want an announced piece any more."""
-        draft = self._drafts.get(inc)
-        key = message.serial, message.delivery, message.piece
-        if draft is None or not draft.linked or draft.gen != message.gen or key not in draft.pieces:
-            self.books.late += 1
-        else:
-            self._end_send(draft.pieces.pop(key))
 
     def piece_sent(self, sample_id: str, nbytes: int) -> None:
         """The transfer of a piece has completed on our side."""
         self.books.bytes_sent += nbytes
         self.transfer_over(sample_id)
-
-    def progress(self, inc: str, message: Progress) -> None:
-        """The draft has given memory back, or says from where to go on after the link was lost."""
-        sample = self._streams.get(message.serial)
-        current = sample is not None and not sample.outcome and sample.phase is Phase.DELIVERED
-        if sample is None or not current or (sample.draft, sample.delivery) != (inc, message.delivery):
-            self.books.late += 1
-            self._withdraw(inc, message.serial, message.delivery)
-            return
-        stream = sample.stream
-        assert stream is not None
-        stream.go_on(message.gen, message.have)
-        self._port.pieces_gone(sample, stream.advance(message.freed, message.stopped))
-        self._announce_pieces(sample)
 
     def _lose(self, sample: OwnedSample, why: str) -> None:
         """A streamed sample can be read by nobody any more: it is to be produced anew."""
@@ -597,7 +431,7 @@ class OwnerDelivery:
 
     def _release(self, sample: OwnedSample) -> None:
         del self._samples[sample.sample_id]
-        self._streams.pop(sample.serial, None)
+        self.pieces.remove(sample)
         self._port.settled(sample)
 
     def _head(self, slot: int) -> OwnedSample | None:
@@ -625,7 +459,7 @@ class OwnerDelivery:
         for slot in [slot for slot in self._queues if slot >= 0 and slot not in self._awaited]:
             self._queues.setdefault(-1, deque()).extend(self._queues.pop(slot))
 
-    def _choose(self, slot: int) -> _Draft | None:
+    def _choose(self, slot: int) -> OwnerDraft | None:
         able = [
             draft
             for draft in self._drafts.values()
@@ -634,14 +468,15 @@ class OwnerDelivery:
         if self._abreast is not None and slot == -1:
             takers = [draft for draft in self._drafts.values() if not draft.ended]
             all_here = self._awaited <= {draft.rank for draft in takers}
-            least = min((draft.given for draft in takers), default=0) if all_here else 0
+            willing = [draft for draft in takers if not draft.refusals] or takers  # the others have no memory now
+            least = min((draft.given for draft in willing), default=0) if all_here else 0
             able = [draft for draft in able if draft.given < least + self._abreast]
         return min(able, key=self._rank_of_need, default=None)
 
-    def _rank_of_need(self, draft: _Draft) -> tuple[int, int, int]:
+    def _rank_of_need(self, draft: OwnerDraft) -> tuple[int, int, int]:
         return draft.refusals, len(draft.held), (draft.rank - self._prefer) % self._num_drafts
 
-    def _announce(self, draft: _Draft, sample: OwnedSample) -> None:
+    def _announce(self, draft: OwnerDraft, sample: OwnedSample) -> None:
         seq = draft.next_seq
         draft.next_seq += 1
         draft.waiting += 1
@@ -655,7 +490,7 @@ class OwnerDelivery:
             Announce(draft.gen, seq, sample.serial, sample.delivery, sample.order, sample.failures, sample.ref),
         )
 
-    def _idle_for(self, draft: _Draft) -> bool:
+    def _idle_for(self, draft: OwnerDraft) -> bool:
         """Whether nothing is left that could still be delivered to this draft."""
         if not self._static:
             return self._undelivered == 0

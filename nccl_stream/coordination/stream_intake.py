@@ -146,6 +146,7 @@ class StreamIntake:
         return self._streams.get((owner, serial))
 
     def of(self, owner: str) -> Iterator[IncomingStream]:
+        """Those of one owner."""
         return iter([stream for (inc, _), stream in self._streams.items() if inc == owner])
 
     def all(self) -> Iterator[IncomingStream]:
@@ -196,9 +197,10 @@ class StreamIntake:
         if message.piece < stream.expected:
             self.stale += 1
             return
-        full = _spec(stream).piece_length
+        spec = _spec(stream)
+        full = spec.piece_length
         fits = 1 <= message.length <= full and stream.positions == message.piece * full
-        if message.piece > stream.expected or not fits:
+        if message.piece > stream.expected or message.piece >= stream.freed + spec.window or not fits:
             stream.broken, stream.failed_after = f"its owner announced an impossible piece: {message}", 0
             self._port.tell(owner, PieceSkip(message.gen, message.serial, message.delivery, message.piece))
             return
@@ -277,6 +279,7 @@ class StreamIntake:
         self.tell_progress(stream)
 
     def tell_progress(self, stream: IncomingStream, gen: int = 0) -> None:
+        """Tell the owner what is here; with a ``gen`` also that it is to go on from there."""
         delivery = stream.delivery
         if stream.over:
             return

@@ -160,6 +160,10 @@ class Outbound(Protocol):
         """Raise when nobody can read the sample any more; the lock is held."""
         ...
 
+    def waited(self, seconds: float) -> None:
+        """A writer has waited for its reader; the lock is held."""
+        ...
+
     def writer_dropped(self, sample: OwnedPieces) -> None:
         """The writer is gone. Called by a finalizer: must not lock nor block."""
         ...
@@ -179,6 +183,9 @@ class Unconnected:
 
     def check(self, sample: OwnedPieces) -> None:
         """Nothing to check."""
+
+    def waited(self, seconds: float) -> None:
+        """Nobody to blame."""
 
     def writer_dropped(self, sample: OwnedPieces) -> None:
         """Nobody waits for it."""
@@ -277,6 +284,7 @@ class OwnedPieceWriter(StreamWriter):
                     self.ref.sample_id, waited, stream.freed, len(stream.lengths),
                 )  # fmt: skip
             self._outbound.cond.wait(WAIT_S if timeout is None else max(0.0, min(WAIT_S, timeout - waited)))
+            self._outbound.waited(time.monotonic() - started - waited)
             self._check()
 
     @staticmethod

@@ -43,6 +43,8 @@ def same(tensors, expected):
 
 def produce(spec, journal, stream, number, length):
     """One streamed sample, as its own thread; tells how it ended."""
+    if "first" in spec:
+        wait_gate(spec, spec["first"])
     writer = stream.store.open_stream(
         f"p{number}", specs(spec["width"]), stream.run_id, piece_length=PIECE,
         window=spec["window"], retain=spec.get("retain", False),
@@ -69,7 +71,8 @@ def produce(spec, journal, stream, number, length):
 def target(spec, journal):
     """``streams`` samples in pieces, all at once, and ``samples`` whole ones among them; see :func:`produce`.
 
-    ``lengths``: positions of each streamed sample.
+    ``lengths``: positions of each streamed sample; ``first``: gate to wait for before anything is opened; ``gate_at``:
+    (piece, gate); ``fail_at``: fail instead of that piece; ``close_first``: close the queue before the samples.
     """
     with join(spec, "target", journal) as stream:
         stream.on_lost(lambda ids: journal.say("lost", ids=list(ids)))
@@ -94,7 +97,11 @@ def target(spec, journal):
 
 
 def read(spec, journal, stream, lease):
-    """Read one streamed sample to its end, or as far as it goes; returns whether it is complete."""
+    """Read one streamed sample to its end, or as far as it goes.
+
+    With the piece of that number in hand: ``break_at``: break all links; ``stall_at``: (piece, gate) wait;
+    ``stop_run_at``: ask everybody to stop; ``raise_at``: fail. ``stop_at``: read no further, and be content.
+    """
     number = int(lease.ref.sample_id.removeprefix("p"))
     reader = stream.store.open_reader(lease.ref)
     position = 0
@@ -111,6 +118,8 @@ def read(spec, journal, stream, lease):
                     stream._links.break_link(inc, entry.gen, "the test breaks it")
             if piece.index == spec.get("stall_at", (None, ""))[0]:
                 wait_gate(spec, spec["stall_at"][1])
+            if piece.index == spec.get("stop_run_at"):
+                stream.request_stop("enough")
             if piece.index == spec.get("raise_at"):
                 raise ZeroDivisionError("the trainer's own code is wrong")
             time.sleep(spec.get("pace", 0.0))

@@ -39,11 +39,12 @@ def errors(*members):
     return [worker.error for worker in members if worker.error is not None]
 
 
-def test_many_streams_of_all_lengths_among_whole_samples(tmp_path):
+@pytest.mark.parametrize(("end", "assignment"), [("ragged", "demand"), ("drop", "static")])
+def test_many_streams_of_all_lengths_among_whole_samples(tmp_path, end, assignment):
     """Totals at and around multiples of the window, several on one link, over two targets and two drafts."""
     lengths = [1, PIECE - 1, PIECE, PIECE + 1, WINDOW * PIECE - 1, WINDOW * PIECE, WINDOW * PIECE + 1, 9 * PIECE + 5]
     spec = {"lengths": lengths, "samples": 4}
-    config = {"end": "ragged", **TIGHT}
+    config = {"end": end, "assignment": assignment, **TIGHT, "max_bytes": 16 << 20}
     with Run(tmp_path, targets=2, drafts=2, config=config, width=WIDTH) as run:
         targets, drafts = start(run, target=spec)
         run.wait_ended(*targets, *drafts)
@@ -75,13 +76,11 @@ def test_stream_much_longer_than_memory_is_bounded_by_its_window(tmp_path):
 def test_killed_producer_makes_the_reader_raise_with_how_far_it_got(tmp_path):
     config = {"end": "ragged", **TIGHT}
     with Run(tmp_path, targets=2, drafts=1, deaths=True, config=config, width=WIDTH) as run:
-        spec = {"lengths": [8 * PIECE], "gate_at": (5, "more")}
-        (victim, survivor), (taker,) = start(run, target=spec)
-        run.wait_for("five pieces of both", lambda: len(taker.said("piece")) >= 5 or not taker.alive)
-        run.wait_for(
-            "the victim's pieces to be read, or to wait behind the other's",
-            lambda: len([e for e in taker.said("piece") if e["number"] == 0]) in (0, 5),
-        )
+        spec = {"lengths": [8 * PIECE], "window": WINDOW}
+        victim = run.start("t0", workers.target, rank=0, gate_at=(5, "never"), **spec)
+        survivor = run.start("t1", workers.target, rank=1, first="more", **spec)
+        taker = run.start("d0", workers.draft, rank=0)
+        run.wait_for("five pieces", lambda: len(taker.said("piece")) == 5)
         victim.kill()
         run.open_gate("more")
         run.wait_ended(survivor, taker)
@@ -91,10 +90,9 @@ def test_killed_producer_makes_the_reader_raise_with_how_far_it_got(tmp_path):
         assert books["balanced"]
         assert (books["put"], books["acked"], books["lost"], books["resident"]) == (2, 1, 1, 0)
         assert taker.lost == ["p0"]
-        read = [entry["piece"] for entry in taker.said("piece") if entry["number"] == 0]
-        for broken in taker.said("broken"):
-            assert broken["type"] == "StreamBrokenError"
-            assert (broken["num_pieces"], broken["num_positions"]) == (len(read), len(read) * PIECE)
+        (broken,) = taker.said("broken")
+        assert broken["type"] == "StreamBrokenError"
+        assert (broken["number"], broken["num_pieces"], broken["num_positions"]) == (0, 5, 5 * PIECE)
 
 
 @pytest.mark.parametrize("retain", [False, True], ids=["lost", "retained"])
@@ -189,3 +187,21 @@ def test_aligned_end_drops_an_open_stream_and_its_writer_is_told(tmp_path):
         assert (books["put"], books["acked"], books["dropped"], books["resident"]) == (3, 2, 1, 0)
         assert [entry["type"] for entry in owner.said("gave up")] == ["StreamLostError"]
         assert takers[0].books["balanced"]
+
+
+@pytest.mark.parametrize("end", ["drop", "ragged"])
+def test_stop_in_mid_stream_ends_everybody(tmp_path, end):
+    """What is being read is read to its end; what waits goes back, and its writers are told that nobody is left."""
+    config = {"end": end, **TIGHT, "max_bytes": 16 << 20}
+    with Run(tmp_path, targets=1, drafts=2, config=config, width=WIDTH) as run:
+        (owner,), takers = start(run, target={"lengths": [9 * PIECE] * 6}, draft={"stop_run_at": 3, "pace": 0.01})
+        run.wait_ended(owner, *takers)
+        assert errors(owner, *takers) == []
+        done = read_by(*takers)
+        assert done
+        assert set(done.values()) == {9 * PIECE}
+        books = owner.said("own books")[0]
+        assert books["put"] == books["acked"] + books["lost"] + books["resident"] == 6
+        assert books["acked"] == len(done)
+        assert {entry["type"] for entry in owner.said("gave up")} <= {"PeerLostError", "StreamLostError"}
+        assert len(owner.said("closed")) + len(owner.said("gave up")) == 6

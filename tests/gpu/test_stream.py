@@ -11,6 +11,7 @@ from torch.distributed import TCPStore
 
 import nccl_stream
 from nccl_stream.config import StreamConfig
+from nccl_stream.sample_stream import OpenFeatureSpec
 from nccl_stream.testing.store_suite import make_sample
 
 pytestmark = [
@@ -115,5 +116,40 @@ def test_memory_read_by_queued_work_is_not_overwritten_after_release() -> None:
                 stream.store.release(handle)
             assert len(sums) == samples
             assert all(int(total) == fill * 64 for fill, total in sums)
+
+    run_ranks(target, draft)
+
+
+def test_pieces_arrive_byte_exact_and_are_not_overwritten_under_queued_work() -> None:
+    """One sample in pieces through a window of two: each piece's memory is written again while its reader is queued."""
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pieces = 64
+
+    def target() -> None:
+        with open_stream(server.port, "target", "cuda:0") as stream:
+            specs = {name: OpenFeatureSpec.of(tensor, 1) for name, tensor in make_sample(num_tokens=64).items()}
+            writer = stream.store.open_stream("s", specs, "gpu", piece_length=64, window=2)
+            stream.queue.put(writer.ref)
+            with writer:
+                for i in range(pieces):
+                    piece = {name: tensor.cuda() for name, tensor in make_sample(fill=i, num_tokens=64).items()}
+                    writer.append(piece)
+                    for tensor in piece.values():
+                        tensor.zero_()  # the source may be overwritten as soon as append returns
+            stream.queue.close()
+
+    def draft() -> None:
+        sums = []
+        with open_stream(server.port, "draft", "cuda:1", verify_checksums=False) as stream:
+            lease = None
+            while lease is None:
+                lease = stream.queue.acquire(1.0)
+            with stream.store.open_reader(lease.ref) as reader:
+                for piece in reader:
+                    torch.cuda._sleep(20_000_000)  # keeps the reading kernel queued while the host runs ahead
+                    sums.append(piece.tensors["input_ids"].sum())
+                    piece.release()
+                stream.queue.ack(lease)
+            assert [int(total) for total in sums] == [i * 64 for i in range(pieces)]
 
     run_ranks(target, draft)

@@ -15,9 +15,9 @@ from nccl_stream.coordination.messages import decode_message, encode_message
 from nccl_stream.draft_queue import DraftQueue, PaddingLease
 from nccl_stream.draft_side import DraftSide
 from nccl_stream.errors import ClosedError, NcclStreamError, WireFormatError
-from nccl_stream.session import _free_owned
 from nccl_stream.stores.nccl import NcclFeatureStore
 from nccl_stream.stores.residency import Residency
+from nccl_stream.stores.staged import make_sample_memory
 from nccl_stream.target_side import TargetSide
 from nccl_stream.testing.clock import FakeClock
 from nccl_stream.transport.arena import Arena
@@ -152,16 +152,16 @@ class TargetRank(Rank):
             max_bytes=2 * config.max_bytes,
             high_watermark_bytes=config.high_watermark,
             low_watermark_bytes=config.low_watermark,
-            on_free=_free_owned,
+            on_free=lambda owned: memory.free(owned),
         )
-        self.arena = Arena(config.max_bytes)
+        memory = make_sample_memory(config, CPU)
         self.store = NcclFeatureStore(
             f"nccl://run/{self.inc}",
             CPU,
             max_sample_bytes=config.max_sample_bytes,
             chunk_bytes=CHUNK,
             residency=residency,
-            arena=self.arena,
+            memory=memory,
             soft_cap_bytes=config.max_bytes,
             starving=self.side.starving,
             outbound=self.side.streams,

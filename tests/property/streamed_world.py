@@ -205,8 +205,8 @@ class StreamedDraft(DraftRank):
         self.reading.remove(reading)
         if self.world.rng.random() < 0.5:  # content with what it has
             self.consumed.append(reading.key)
-            self.queue.ack(reading.lease)
-            self.acked.append(reading.key)
+            if self.side.ack(reading.lease) and not reading.reader._stream.broken:  # else it is lost with its owner
+                self.acked.append(reading.key)
             reading.reader.release()
         else:
             reading.reader.close()

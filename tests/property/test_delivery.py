@@ -7,8 +7,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from nccl_stream.coordination.delivery import OwnerDelivery, Phase
+from nccl_stream.coordination.delivery import OwnerDelivery
 from nccl_stream.coordination.messages import Announce, OwnerState
+from nccl_stream.coordination.owned import Phase
 
 DRAFTS = 2
 WINDOW = 3

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from nccl_stream.config import StreamConfig
 from nccl_stream.coordination import messages as m
-from nccl_stream.coordination.delivery import OwnerDelivery, Phase
+from nccl_stream.coordination.delivery import OwnerDelivery
 from nccl_stream.coordination.intake import DraftIntake
+from nccl_stream.coordination.owned import Phase
 from nccl_stream.errors import CapacityError
 from nccl_stream.transport.arena import Arena
 from tests.property.simulation import Ends, Fifo, run

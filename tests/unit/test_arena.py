@@ -12,6 +12,7 @@ import torch
 
 from nccl_stream.errors import CapacityError, ClosedError, MisuseError
 from nccl_stream.transport.arena import POISON_BYTE, Arena
+from nccl_stream.transport.layout import ALIGN_BYTES
 
 
 def test_reserve_rounds_up_aligns_and_counts():
@@ -346,3 +347,44 @@ def test_streams_are_no_ops_on_the_cpu():
     for method in (slot.record_ready, slot.wait_ready, slot.record_release, slot.wait_release):
         method(None)
     slot.settle()
+
+
+def test_arena_over_given_memory_cuts_that_and_nothing_else():
+    outer = Arena(16 * ALIGN_BYTES)
+    slot = outer.reserve(8 * ALIGN_BYTES, "window")
+    inner = Arena(8 * ALIGN_BYTES, memory=slot.buffer)
+    pieces = [inner.reserve(2 * ALIGN_BYTES, str(number)) for number in range(4)]
+    assert inner.reserve(1, "more") is None
+    assert [piece.buffer.data_ptr() - slot.buffer.data_ptr() for piece in pieces] == [
+        number * 2 * ALIGN_BYTES for number in range(4)
+    ]
+    slot.buffer.fill_(7)
+    view = pieces[1].export()
+    pieces[1].settle()
+    assert inner.free_bytes == 0, "a view is alive"
+    assert view.eq(7).all()
+    del view
+    assert inner.free_bytes == 2 * ALIGN_BYTES
+    assert outer.free_bytes == 8 * ALIGN_BYTES
+
+
+@pytest.mark.parametrize(
+    "memory",
+    [
+        torch.zeros(4 * ALIGN_BYTES, dtype=torch.int8),
+        torch.zeros(2, 2 * ALIGN_BYTES, dtype=torch.uint8),
+        torch.zeros(8 * ALIGN_BYTES, dtype=torch.uint8)[::2],
+        torch.zeros(4 * ALIGN_BYTES - 1, dtype=torch.uint8),
+        torch.zeros(4 * ALIGN_BYTES, dtype=torch.uint8, device="meta"),
+    ],
+    ids=["dtype", "shape", "strides", "small", "device"],
+)
+def test_arena_over_memory_that_will_not_do_is_refused(memory):
+    with pytest.raises(MisuseError):
+        Arena(4 * ALIGN_BYTES, memory=memory)
+
+
+def test_arena_over_memory_that_is_not_aligned_is_refused():
+    slot = Arena(8 * ALIGN_BYTES).reserve(6 * ALIGN_BYTES, "window")
+    with pytest.raises(MisuseError, match="aligned"):
+        Arena(4 * ALIGN_BYTES, memory=slot.buffer[16:])

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from nccl_stream.coordination.delivery import OwnedSample, OwnerDelivery
+from nccl_stream.coordination.delivery import OwnerDelivery
 from nccl_stream.coordination.messages import Announce, Message
+from nccl_stream.coordination.owned import OwnedSample
 
 
 class Recorder:

@@ -1,0 +1,215 @@
+"""What becomes of samples in pieces when leases run out, tensors are kept, ranks leave, or something is misused."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from nccl_stream.config import StreamConfig
+from nccl_stream.errors import (
+    CapacityError,
+    ClosedError,
+    MisuseError,
+    PeerLostError,
+    PeerTimeoutError,
+    SampleNotFoundError,
+    SlotsHeldError,
+    StreamBrokenError,
+    StreamLostError,
+)
+from nccl_stream.testing.store_suite import make_sample
+from nccl_stream.testing.stream_suite import PIECE, StreamHarness, cut, make_whole, next_piece, write
+from tests.unit.test_nccl_store import MIB, open_pair, target_store
+from tests.unit.test_nccl_streams import PairHarness
+
+SHORT = StreamConfig(
+    max_sample_bytes=8 * MIB,
+    arena_bytes=48 * MIB,
+    max_bytes=64 * MIB,
+    end="ragged",
+    device="cpu",
+    heartbeat=0.1,
+    death_timeout=60.0,
+    lease=0.6,
+    held_timeout=0.5,
+    max_failures=0,
+    verify_checksums=True,
+    check_finite=True,
+)
+
+
+@pytest.fixture
+def harness() -> Iterator[Any]:
+    target, draft, _server = open_pair(SHORT)
+    yield PairHarness(target, draft)
+    draft.close()
+    target.close()
+    assert target._side.books().balanced()
+
+
+def eventually(condition: Any, what: str) -> None:
+    deadline = time.monotonic() + 30.0
+    while not condition():
+        assert time.monotonic() < deadline, f"did not come true: {what}"
+        time.sleep(0.01)
+
+
+def test_reader_keeps_its_lease_while_it_waits_and_loses_it_when_it_sleeps(harness: Any) -> None:
+    whole = make_whole(2 * PIECE)
+    writer, reader = harness.begin("s")
+    late = threading.Timer(1.5, lambda: writer.append(cut(whole, 0, PIECE)))  # more than two leases later
+    late.start()
+    next_piece(reader).release()
+    table = harness.draft._side.leases.table
+    assert table.counts.expired == 0
+    eventually(lambda: table.counts.expired == 1, "nobody reads on: the lease runs out")
+    with pytest.raises(StreamLostError, match="lease"):
+        reader.next(timeout=30.0)
+    eventually(lambda: harness.target._side.books().lost == 1, "pieces of it are gone: it is lost")
+    with pytest.raises(StreamLostError, match="lease expired"):
+        writer.append(cut(whole, PIECE, 2 * PIECE))
+
+
+def test_tensors_that_keep_the_whole_window_are_a_named_error(harness: Any) -> None:
+    whole = make_whole(3 * PIECE)
+    writer, reader = harness.begin("s", window=2)
+    write(writer, whole, 2 * PIECE, close=False)
+    kept = []
+    for _ in range(2):
+        piece = next_piece(reader)
+        kept.append(piece.tensors["logits"])
+        piece.release()
+    with pytest.raises(SlotsHeldError, match="larger window"):
+        reader.next()
+    with pytest.raises(PeerTimeoutError, match="0 of 2 released"):
+        writer.append(cut(whole, 2 * PIECE, 3 * PIECE), timeout=0.2)
+    assert harness.target.statistics().local["paused_s"] >= 0.2
+    assert torch.equal(kept[0], cut(whole, 0, PIECE)["logits"])
+    kept.clear()
+    writer.append(cut(whole, 2 * PIECE, 3 * PIECE), timeout=30.0)
+    writer.close()
+    next_piece(reader).release()
+    assert reader.next() is None
+    harness.consume(reader)
+
+
+def test_lost_stream_is_reported_to_its_target_and_may_be_produced_again(harness: Any) -> None:
+    lost: list[tuple[str, ...]] = []
+    harness.target.on_lost(lost.append)
+    whole = make_whole(2 * PIECE)
+    writer, reader = harness.begin("s")
+    writer.append(cut(whole, 0, PIECE))
+    next_piece(reader).release()
+    assert reader.close() is False
+    harness.draft.queue.fail(harness.leases.pop("s"), reason="no use for it", final=True)
+    eventually(lambda: lost == [("s",)], "the callback is told")
+    with pytest.raises(StreamLostError, match="no use for it"):
+        writer.close()
+    again, reader = harness.begin("s")
+    write(again, whole, 2 * PIECE)
+    assert [(piece.index, piece.release()) for piece in reader] == [(0, None), (1, None)]
+    harness.consume(reader)
+    eventually(lambda: harness.target._side.books().acked == 1, "the second one is used")
+    assert harness.target._side.books().lost == 1
+
+
+def test_failed_for_good_is_a_dead_letter_whatever_the_budget(harness: Any) -> None:
+    ref = harness.send("whole", make_sample())
+    harness.draft.queue.fail(harness.leases.pop(ref.sample_id), reason="nobody can read it", final=True)
+    eventually(lambda: len(harness.target.dead_letters()) == 1, "it does not come again")
+
+
+def test_target_that_leaves_fails_what_is_still_open(harness: Any) -> None:
+    whole = make_whole(2 * PIECE)
+    writer, reader = harness.begin("s")
+    writer.append(cut(whole, 0, PIECE))
+    closing = threading.Thread(target=harness.target.close)
+    closing.start()
+    next_piece(reader).release()
+    with pytest.raises(StreamBrokenError, match="closed before it") as info:
+        reader.next(timeout=30.0)
+    assert (info.value.num_pieces, info.value.num_positions) == (1, PIECE)
+    with pytest.raises(ClosedError):
+        writer.append(cut(whole, PIECE, 2 * PIECE))
+    reader.close()
+    harness.draft.queue.fail(harness.leases.pop("s"))
+    closing.join(60)
+    assert not closing.is_alive()
+    assert harness.target._side.books().lost == 1
+
+
+def test_append_with_nobody_left_to_read_raises(harness: Any) -> None:
+    writer = harness.open("s")
+    harness.target.queue.put(writer.ref)
+    whole = make_whole(3 * PIECE)
+    write(writer, whole, 2 * PIECE, close=False)
+    leaving = threading.Timer(0.3, harness.draft.close)
+    leaving.start()
+    with pytest.raises(PeerLostError, match="no draft rank"):
+        writer.append(cut(whole, 2 * PIECE, 3 * PIECE))
+    leaving.join(60)
+    writer.fail("nobody wants it")
+    assert harness.target._side.books().lost == 1
+
+
+def test_piece_with_nan_is_refused_and_changes_nothing(harness: Any) -> None:
+    whole = make_whole(PIECE)
+    writer, reader = harness.begin("s")
+    bad = {**whole, "aux_hidden_states": torch.full_like(whole["aux_hidden_states"], float("nan"))}
+    with pytest.raises(MisuseError, match="NaN"):
+        writer.append(bad)
+    assert write(writer, whole, PIECE) == 1
+    assert torch.equal(next_piece(reader).tensors["aux_hidden_states"], whole["aux_hidden_states"])
+    assert reader.next() is None
+    harness.consume(reader)
+
+
+def test_each_side_is_told_what_is_for_the_other(harness: Any) -> None:
+    writer = harness.open("s")
+    with pytest.raises(MisuseError, match="target ranks"):
+        harness.draft.store.open_stream("t", {}, "run", piece_length=1, window=1)
+    with pytest.raises(MisuseError, match="draft ranks"):
+        harness.target.store.open_reader(writer.ref)
+    with pytest.raises(MisuseError, match="draft ranks"):
+        harness.target.store.get(writer.ref)
+    with pytest.raises(SampleNotFoundError):
+        harness.draft.store.open_reader(writer.ref)
+    assert harness.target.store.discard(writer.ref)
+    with pytest.raises(StreamLostError, match="discarded"):
+        writer.append(make_whole(PIECE))
+
+
+def test_sample_that_failed_before_it_was_queued_leaves_nothing(harness: Any) -> None:
+    writer = harness.open("s")
+    writer.append(make_whole(PIECE))
+    writer.fail("changed my mind")
+    assert harness.target.store.health().sample_count == 0
+    with pytest.raises(SampleNotFoundError):
+        harness.target.queue.put(writer.ref)
+
+
+def test_append_to_a_full_window_that_nobody_queues_is_misuse() -> None:
+    with target_store() as store:
+        writer = StreamHarness(store).open("s", window=1)
+        writer._patience = 0.2  # type: ignore[attr-defined]
+        whole = make_whole(2 * PIECE)
+        writer.append(cut(whole, 0, PIECE))
+        with pytest.raises(MisuseError, match="put it there"):
+            writer.append(cut(whole, PIECE, 2 * PIECE))
+        assert store.discard(writer.ref)
+        assert store.health().resident_bytes == 0
+        assert store._arena is not None
+        assert store._arena.free_bytes == store._arena.capacity_bytes
+
+
+def test_window_of_very_small_pieces_is_refused_for_its_headers() -> None:
+    with target_store() as store:
+        with pytest.raises(CapacityError, match="headers and alignment") as info:
+            StreamHarness(store).open("s", piece_length=1, window=10_000)
+        assert not info.value.can_wait
+        assert store.health().sample_count == 0
