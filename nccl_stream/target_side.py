@@ -291,7 +291,7 @@ class TargetSide(Side):
             elif isinstance(message, Settle):
                 self.delivery.settle(inc, message.items)
             elif isinstance(message, Leaving):
-                self.delivery.draft_ended(inc)
+                self.delivery.draft_left(inc)
             elif isinstance(message, StopRequest):
                 self.stop(message.reason or "asked to stop")
             elif isinstance(message, End):

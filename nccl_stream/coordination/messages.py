@@ -40,6 +40,7 @@ __all__ = [
     "Withdraw",
     "decode_message",
     "encode_message",
+    "has_left",
 ]
 
 MAX_TEXT = 8192
@@ -256,7 +257,7 @@ class OwnerState(Message):
 
     ``idle``: nothing waits to be delivered to this draft. ``settled``: every sample of this owner has its outcome.
     ``seen``: how many failed or handed-back items of this draft the owner has taken into account. ``gone``: the drafts
-    whose end it has taken into account, the last few of them.
+    whose end it has taken into account, the last few of them; see also :func:`has_left`.
     """
 
     KIND: ClassVar[str] = "owner"
@@ -341,6 +342,11 @@ class Obituary(Message):
 
     KIND: ClassVar[str] = "obituary"
     owner: str
+
+
+def has_left(inc: str) -> str:
+    """How ``OwnerState.gone`` names a draft that takes nothing more but is still there."""
+    return f"{inc}/left"
 
 
 _KINDS: dict[str, type[Message]] = {
