@@ -8,13 +8,13 @@ from typing import Any
 
 from nccl_stream import _native_fallback
 
-__all__ = ["core", "cuda_compiled", "is_compiled"]
+__all__ = ["core", "cuda_compiled", "is_compiled", "native"]
 
 logger = logging.getLogger(__name__)
 
 _announced = threading.Lock()  # taken once, by whoever gives the warning
 
-_API_VERSION = 1
+_API_VERSION = 3
 _why_absent = ""
 try:
     from nccl_stream import _native as native

@@ -33,6 +33,7 @@ __all__ = [
     "copy_bytes",
     "copy_kind",
     "crc32c",
+    "crc32c_buffer",
     "crc32c_kind",
     "cuda_compiled",
     "pack",
@@ -447,6 +448,16 @@ def crc32c(address: int, nbytes: int, value: int = 0) -> int:
     for byte in data[lanes * _LANE_BYTES :].tolist():
         state = (state >> 8) ^ int(table[(state ^ byte) & 0xFF])
     return state ^ 0xFFFFFFFF
+
+
+def crc32c_buffer(data: bytes | bytearray | memoryview, value: int = 0) -> int:
+    with memoryview(data) as view:
+        if not view.contiguous:
+            raise BufferError("the buffer is not contiguous")
+        if view.nbytes == 0:
+            return value
+    array = np.frombuffer(data, np.uint8)
+    return crc32c(array.__array_interface__["data"][0], array.nbytes, value)
 
 
 def crc32c_kind() -> str:

@@ -40,7 +40,7 @@ def form_cohort(node: Node, rank: int, num_drafts: int, deadline: float) -> tupl
                 confirmed = cohort
                 documents.set(f"cohort/{cohort}/ok/{node.inc}", True)
             if rank == 0 and documents.exists([f"cohort/{cohort}/ok/{inc}" for inc in members]):
-                documents.set_many({f"cohort/{cohort}/members": members, f"cohort/{cohort}/go": True})
+                documents.set(f"cohort/{cohort}/go", True)
                 return cohort, members
             if rank != 0 and documents.exists([f"cohort/{cohort}/go"]):
                 return cohort, members

@@ -9,11 +9,12 @@ import torch
 
 from nccl_stream.errors import ConfigError
 
-__all__ = ["Assignment", "End", "OnLoss", "StreamConfig"]
+__all__ = ["Assignment", "End", "OnLoss", "Staging", "StreamConfig"]
 
 Assignment = Literal["demand", "static"]
 End = Literal["drop", "pad", "ragged"]
 OnLoss = Literal["continue", "raise"]
+Staging = Literal["device", "pinned", "auto"]
 
 MIB = 1024 * 1024
 ALIGN_BYTES = 256  # slots and their features start on such boundaries
@@ -21,7 +22,7 @@ ALIGN_BYTES = 256  # slots and their features start on such boundaries
 # Ranks may differ in what is theirs alone: memory sizes, the device index, how they issue transfers.
 _OWN_FIELDS = frozenset(
     {"arena_bytes", "max_bytes", "max_samples", "high_watermark_bytes", "low_watermark_bytes", "device", "issue"}
-    | {"poison", "check_finite", "lease", "held_timeout", "connect_timeout"}
+    | {"staging", "device_bytes", "poison", "check_finite", "lease", "held_timeout", "connect_timeout"}
 )
 
 
@@ -60,6 +61,10 @@ class StreamConfig:
         on_loss: whether samples that died with their owner raise at once (``"raise"``) or only when no owner remains.
         issue: NCCL calls come from a thread of the package (``"thread"``) or from ``stream.pump()`` (``"pump"``).
         check_finite: refuse samples with NaN or infinite values at put; costs a pass over every sample.
+        staging: where a target's samples wait for their drafts. ``"device"``: on the GPU; ``"pinned"``: in page-locked
+            memory of the host, to which they move at put; ``"auto"``: on the GPU up to ``device_bytes``, then in the
+            host's memory, and on the GPU alone where the installation has no CUDA part. On the CPU it is all one.
+        device_bytes: cap of ``staging="auto"``; None: a quarter of ``max_bytes``.
         verify_checksums: send a CRC-32C of every sample along and compare it with what arrived, before anybody sees it;
             costs two passes over every sample. What differs counts as a failed delivery. On a GPU, for debugging: the
             thread that serves the links waits for the pass.
@@ -92,6 +97,8 @@ class StreamConfig:
     on_loss: OnLoss = "continue"
     issue: Literal["thread", "pump"] = "thread"
     check_finite: bool = False
+    staging: Staging = "auto"
+    device_bytes: int | None = None
     verify_checksums: bool = False
     poison: bool = False
 
@@ -107,6 +114,8 @@ class StreamConfig:
             raise ConfigError(f"max_failures must be 0 or more, got {self.max_failures!r}")
         if self.max_samples is not None:
             self._check_positive("max_samples", int)
+        if self.device_bytes is not None and (type(self.device_bytes) is not int or self.device_bytes < 0):
+            raise ConfigError(f"device_bytes must be None or 0 and more, got {self.device_bytes!r}")
         if self.fanout is not None:
             self._check_positive("fanout", int)
         for name, choices in (
@@ -114,6 +123,7 @@ class StreamConfig:
             ("end", ("drop", "pad", "ragged")),
             ("on_loss", ("continue", "raise")),
             ("issue", ("thread", "pump")),
+            ("staging", ("device", "pinned", "auto")),
         ):
             if getattr(self, name) not in choices:
                 raise ConfigError(f"{name} must be one of {', '.join(choices)}; got {getattr(self, name)!r}")
@@ -147,6 +157,11 @@ class StreamConfig:
     def low_watermark(self) -> int:
         """Residency in bytes at which producers resume."""
         return self.max_bytes // 2 if self.low_watermark_bytes is None else self.low_watermark_bytes
+
+    @property
+    def device_cap(self) -> int:
+        """Bytes of samples that wait on the GPU with ``staging="auto"``."""
+        return self.max_bytes // 4 if self.device_bytes is None else min(self.device_bytes, self.max_bytes)
 
     @property
     def samples_per_round(self) -> int:

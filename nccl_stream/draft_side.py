@@ -29,7 +29,7 @@ from nccl_stream.coordination.messages import (
     StopRequest,
 )
 from nccl_stream.coordination.node import Node
-from nccl_stream.coordination.rounds import EndDecision, Rounds, end_key, read_end, write_end
+from nccl_stream.coordination.rounds import EndDecision, Rounds, read_end, settle_end
 from nccl_stream.coordination.stream_intake import IncomingPiece, IncomingStream
 from nccl_stream.draft_leases import DraftLeases
 from nccl_stream.errors import (
@@ -214,7 +214,7 @@ class DraftSide(Side):
         self.streams.free(piece)
 
     def propose_end(self, decision: EndDecision) -> None:
-        self._defer(lambda documents: self._write_end(documents, decision))
+        self._defer(lambda documents: self._settle_end(documents, decision))
 
     def find_end(self) -> None:
         self._defer(self._find_end)
@@ -347,8 +347,8 @@ class DraftSide(Side):
                 self._early_haves.append((inc, message))
             elif isinstance(message, Go) and self.rounds is not None:
                 self.rounds.on_go(inc, message)
-            elif isinstance(message, End):
-                self._defer(self._read_end)
+            elif isinstance(message, End) and message.cohort == self.cohort:
+                self._take_end(EndDecision.of(message))
             elif isinstance(message, Leaving):
                 self._left.add(inc)
                 if self.rounds is not None:
@@ -416,42 +416,55 @@ class DraftSide(Side):
                     self.rounds.member_gone(inc, awaited=False)
             self._changed()
 
-    def _write_end(self, documents: ControlStore, decision: EndDecision) -> None:
-        write_end(documents, self.cohort, decision)
-        self._read_end(documents)
-        self.tell_all(End(self.cohort))
+    def _settle_end(self, documents: ControlStore, decision: EndDecision) -> None:
+        """This rank leads: write the end, and tell everybody what stands there."""
+        try:
+            self._tell_end(settle_end(documents, self.cohort, decision))
+        except WireFormatError as exc:
+            self.on_fatal(exc)  # nobody will write it anew
 
     def _find_end(self, documents: ControlStore) -> None:
-        if documents.get(end_key(self.cohort)) is not None:
-            self._read_end(documents)
-            self.tell_all(End(self.cohort))
+        """This rank leads from now on: tell everybody what its predecessor has written, if it has."""
+        try:
+            decision = read_end(documents, self.cohort)
+        except WireFormatError as exc:
+            self.on_fatal(exc)
+            return
+        if decision is not None:
+            self._tell_end(decision)
             return
         with self.cond:
             if self.rounds is not None:
                 self.rounds.no_end()
             self._changed()
 
-    def _read_end(self, documents: ControlStore) -> None:
-        decision = read_end(documents, self.cohort)
-        if decision is None:
-            return
+    def _tell_end(self, decision: EndDecision) -> None:
         with self.cond:
-            if self.template is None and self.config.end == "pad":
-                self.template = self._read_template(documents)
-            if self.rounds is not None:
-                self.rounds.ended(decision)
-                logger.info("%s: the cohort ends after %d rounds%s", self.node.inc, decision.rounds,
-                            f" with an error: {decision.error}" if decision.error else "")  # fmt: skip
-                self.intake.stop("the agreed end has come")
-            self._changed()
+            self._take_end(decision)
+            members = [] if self.rounds is None else self.rounds.members
+        self.tell_all(End(self.cohort, members, decision.rounds, decision.error, decision.stopped))
 
-    @staticmethod
-    def _read_template(documents: ControlStore) -> SampleRef | None:
+    def _take_end(self, decision: EndDecision) -> None:
+        if self.rounds is None or self.rounds.end is not None:
+            return
+        self.rounds.ended(decision)
+        logger.info("%s: the cohort ends after %d rounds%s", self.node.inc, decision.rounds,
+                    f" with an error: {decision.error}" if decision.error else "")  # fmt: skip
+        self.intake.stop("the agreed end has come")
+        if self.needs_padding and self.template is None:
+            self._defer(self._read_template)
+        self._changed()
+
+    def _read_template(self, documents: ControlStore) -> None:
         """A ref some target has put, for a rank that must pad and never had a sample itself."""
         try:
-            return SampleRef.from_wire(documents.get("template"))
-        except WireFormatError:
-            return None
+            template = SampleRef.from_wire(documents.get("template"))
+        except WireFormatError as exc:
+            self.on_fatal(exc)
+            return
+        with self.cond:
+            self.template = template
+            self._changed()
 
     # -- everything that follows from a change; the lock is held -------------------------------------------------------
 

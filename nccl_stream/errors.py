@@ -13,6 +13,7 @@ __all__ = [
     "ClosedError",
     "ConfigError",
     "ControlStoreError",
+    "DeviceError",
     "FencedError",
     "LauncherLostError",
     "LinkError",
@@ -182,6 +183,10 @@ class FencedError(NcclStreamError, RuntimeError):
 
 class ControlStoreError(NcclStreamError, RuntimeError):
     """The control-plane store (TCPStore) did not answer, or its connection broke."""
+
+
+class DeviceError(NcclStreamError, RuntimeError):
+    """A call of the CUDA runtime failed; the message names the call."""
 
 
 class LauncherLostError(NcclStreamError, RuntimeError):

@@ -11,7 +11,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -23,6 +23,7 @@ from nccl_stream.coordination.messages import LinkFailed, LinkOpen
 from nccl_stream.coordination.node import Node
 from nccl_stream.errors import ClosedError, ConfigError, NcclStreamError, VersionMismatchError
 from nccl_stream.transport.engine import Channel, TransferEngine
+from nccl_stream.transport.link import HostBytes, Link
 from nccl_stream.transport.process_group import open_link
 
 __all__ = ["LinkOwner", "Links"]
@@ -78,6 +79,7 @@ class Links:
         side: 0 on a target (mints generations, sends), 1 on a draft.
         device: where the buffers lie.
         open_timeout: seconds one attempt may take.
+        wrap: what becomes of a link before it is served.
     """
 
     def __init__(
@@ -89,8 +91,10 @@ class Links:
         side: int,
         device: torch.device,
         open_timeout: float,
+        wrap: Callable[[Link], Link] = lambda link: link,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._wrap = wrap
         self._node = node
         self._engine = engine
         self._owner = owner
@@ -142,7 +146,7 @@ class Links:
         """Give a link up from this side."""
         self._drop(inc, gen, reason, tell=True)
 
-    def send(self, inc: str, gen: int, token: object, buffers: list[torch.Tensor]) -> bool:
+    def send(self, inc: str, gen: int, token: object, buffers: Sequence[torch.Tensor | HostBytes]) -> bool:
         """Queue a transfer to the peer; False when that link is no longer there."""
         channel = self._channel(inc, gen)
         if channel is None:
@@ -231,7 +235,7 @@ class Links:
                 cancelled=lambda: not self._is_opening(entry, gen),
             )
             channel = self._engine.attach(
-                link,
+                self._wrap(link),
                 on_done=self._owner.transfer_done,
                 on_failed=lambda error, tokens: self._failed(peer.inc, gen, error, tokens),
             )

@@ -69,6 +69,15 @@ class ChunkIterator(Iterator[SampleChunk]):
         self._ended = chunk.is_final
         return self._assemble(chunk)
 
+    def close(self) -> None:
+        """Drop the pieces that wait here, so that nothing keeps their memory. Idempotent, and for any thread.
+
+        They are not released: that, or closing the reader, is up to whoever owns it.
+        """
+        self._ended = True
+        self._ahead = None
+        self._buffer.close()
+
     def _read_piece(self) -> None:
         held = self._buffer.statistics().retained_items + (self._ahead is not None)
         if held >= self._window:

@@ -22,7 +22,7 @@ from torch.distributed.rendezvous import rendezvous
 from nccl_stream.async_pipeline import PromptBatch
 from nccl_stream.cohort import form_cohort
 from nccl_stream.config import StreamConfig
-from nccl_stream.coordination.kv import clone_store, tcp_store
+from nccl_stream.coordination.kv import ControlStore, clone_store, tcp_store
 from nccl_stream.coordination.membership import Identity, RunShape, Timing
 from nccl_stream.coordination.messages import StopRequest
 from nccl_stream.coordination.node import Node
@@ -40,9 +40,10 @@ from nccl_stream.links import Links
 from nccl_stream.prompts import shard_prompts
 from nccl_stream.sharing import SharedTensors
 from nccl_stream.statistics import StreamStatistics, read_statistics
-from nccl_stream.stores.nccl import NcclFeatureStore, OwnedBytes
+from nccl_stream.stores.nccl import NcclFeatureStore
 from nccl_stream.stores.owned_pieces import OwnedPieces
 from nccl_stream.stores.residency import Residency
+from nccl_stream.stores.staged import OwnedBytes, make_sample_memory
 from nccl_stream.target_side import TargetQueue, TargetSide
 from nccl_stream.transport.arena import Arena
 from nccl_stream.transport.engine import TransferEngine
@@ -56,6 +57,7 @@ T = TypeVar("T")
 
 LINK_ATTEMPT_S = 30.0  # one attempt at building a link; several fit into connect_timeout
 CLOSE_S = 5.0
+STATISTICS_TIMEOUT_S = 10.0  # twice what a connection takes when an answer of the name server is lost
 
 
 @dataclass(frozen=True)
@@ -304,6 +306,8 @@ class Stream:
         self._place = place
         self._client = client
         self._closed = False
+        self._statistics_lock = threading.Lock()
+        self._documents: ControlStore | None = None
         self._group: Any = None
         self._owns_default_group = False
         self._group_key = ""
@@ -329,6 +333,7 @@ class Stream:
         else:
             self._side = DraftSide(config, place.rank, place.num_targets, place.num_drafts, restart_timeout=restart)
         self._node = Node(client, shape, identity, timing, self._side)
+        self._memory = make_sample_memory(config, self.device) if place.role == "target" else None
         engine = TransferEngine(
             self.device, depth=config.depth, issue=config.issue, timeout=config.transfer_timeout, name="nccl-stream"
         )
@@ -340,6 +345,7 @@ class Stream:
             side=0 if place.role == "target" else 1,
             device=self.device,
             open_timeout=min(LINK_ATTEMPT_S, config.connect_timeout),
+            wrap=lambda link: link if self._memory is None else self._memory.reachable_by(link),
         )
         self.store = self._make_store(self._side)
         self.queue: TargetQueue | DraftQueue
@@ -364,7 +370,7 @@ class Stream:
                 inbound=side,
                 on_dropped=side.memory_freed,
             )
-        self._arena = Arena(config.max_bytes + config.slot_bytes(), self.device)
+        assert self._memory is not None
         window = self._place.num_drafts * config.samples_per_round
         residency: Residency[OwnedBytes | OwnedPieces] = Residency(
             # A draft that lacks samples may always be given a round, whatever the others hold: see room_for().
@@ -373,7 +379,7 @@ class Stream:
             high_watermark_bytes=config.high_watermark,
             low_watermark_bytes=config.low_watermark,
             name="NcclFeatureStore",
-            on_free=_free_owned,
+            on_free=self._memory.free,
         )
         return NcclFeatureStore(
             uri,
@@ -381,7 +387,7 @@ class Stream:
             max_sample_bytes=config.max_sample_bytes,
             chunk_bytes=config.chunk_bytes,
             residency=residency,
-            arena=self._arena,
+            memory=self._memory,
             soft_cap_bytes=config.max_bytes,
             soft_cap_samples=config.max_samples,
             starving=side.starving,
@@ -577,8 +583,16 @@ class Stream:
 
     def statistics(self) -> StreamStatistics:
         """Books and rates of the whole run as of the last heartbeats, and this rank's own. Changes nothing."""
+
+        def read() -> StreamStatistics:
+            # One client for all calls: see read_statistics. It serves one caller at a time.
+            with self._statistics_lock:
+                if self._documents is None and self._node is not None:
+                    self._documents = self._node.documents()
+                return read_statistics(self._node, self._side, self._documents)
+
         try:
-            return _bounded(lambda: read_statistics(self._node, self._side), 5.0, "reading the statistics")
+            return _bounded(read, STATISTICS_TIMEOUT_S, "reading the statistics")
         except ControlStoreError:
             if not self._closed:
                 raise
@@ -696,12 +710,7 @@ class Stream:
             left += self._side.close_janitor(1.0)
         left += self._node.close(CLOSE_S)
         self.store.close()
+        if self._memory is not None and not self._memory.close(CLOSE_S):
+            left.append("copies to or from the GPU")
         if left:
             logger.error("threads that could not be joined are left behind: %s", ", ".join(left))
-
-
-def _free_owned(owned: OwnedBytes | OwnedPieces) -> None:
-    if isinstance(owned, OwnedPieces):
-        owned.close()
-    elif owned.slot is not None:
-        owned.slot.settle()

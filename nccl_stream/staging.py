@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeAlias
 
-import numpy as np
 import torch
 
 from nccl_stream._core import core, cuda_compiled, is_compiled
@@ -33,6 +32,7 @@ __all__ = [
     "unpack",
 ]
 
+_uint8, _strided = torch.uint8, torch.strided  # looked up for every tensor
 BytesLike: TypeAlias = bytes | bytearray | memoryview
 
 
@@ -46,16 +46,15 @@ def crc32c(data: torch.Tensor | BytesLike, value: int = 0) -> int:
     Raises:
         MisuseError: another kind of data, or ``value`` is not a 32-bit checksum.
     """
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= 0xFFFFFFFF:
+    if value and (isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= 0xFFFFFFFF):
         raise MisuseError(f"a checksum to continue is an integer of 32 bits, got {value!r}")
     if isinstance(data, torch.Tensor):
         _check_flat("crc32c", data)
         return int(core().crc32c(data.data_ptr(), data.numel(), value))
     try:
-        array = np.frombuffer(data, np.uint8) if len(data) else np.empty(0, np.uint8)
-    except (TypeError, ValueError, BufferError) as error:
+        return int(core().crc32c_buffer(data, value))
+    except (TypeError, BufferError) as error:
         raise MisuseError(f"crc32c takes a flat uint8 tensor or bytes, got {type(data).__name__}: {error}") from error
-    return int(core().crc32c(array.__array_interface__["data"][0], array.nbytes, value))
 
 
 def copy_bytes(dst: torch.Tensor, src: torch.Tensor, *, threads: int = 1) -> None:
@@ -73,7 +72,8 @@ def copy_bytes(dst: torch.Tensor, src: torch.Tensor, *, threads: int = 1) -> Non
     """
     _check_flat("copy_bytes: dst", dst)
     _check_flat("copy_bytes: src", src)
-    _check_threads(threads)
+    if threads != 1:
+        _check_threads(threads)
     nbytes = src.numel()
     if dst.numel() != nbytes:
         raise MisuseError(f"copy_bytes: src has {nbytes} bytes, dst {dst.numel()}")
@@ -102,7 +102,11 @@ def pack(tensors: Sequence[torch.Tensor], slot: torch.Tensor, offsets: Sequence[
     described = []
     kept = []  # temporaries that must outlive the copy
     for tensor in tensors:
-        _check_dense("pack", tensor)
+        if (
+            not (isinstance(tensor, torch.Tensor) and tensor.is_cpu and tensor.layout is _strided)
+            or tensor.is_quantized
+        ):
+            raise _not_dense("pack", tensor)
         if tensor.is_neg() or tensor.is_conj():
             tensor = tensor.resolve_conj().resolve_neg()
             kept.append(tensor)
@@ -128,7 +132,11 @@ def unpack(slot: torch.Tensor, offsets: Sequence[int], tensors: Sequence[torch.T
     _check_threads(threads)
     described = []
     for tensor in tensors:
-        _check_dense("unpack", tensor)
+        if (
+            not (isinstance(tensor, torch.Tensor) and tensor.is_cpu and tensor.layout is _strided)
+            or tensor.is_quantized
+        ):
+            raise _not_dense("unpack", tensor)
         shape, strides = tensor.shape, tensor.stride()
         if tensor.is_neg() or tensor.is_conj() or (0 in strides and _is_expanded(shape, strides)):
             raise MisuseError(
@@ -168,20 +176,19 @@ def _is_expanded(shape: Sequence[int], strides: Sequence[int]) -> bool:
 def _check_flat(what: str, tensor: torch.Tensor) -> None:
     if not isinstance(tensor, torch.Tensor):
         raise MisuseError(f"{what}: a flat uint8 tensor is needed, got {type(tensor).__name__}")
-    if tensor.dtype is not torch.uint8 or tensor.dim() != 1 or not tensor.is_cpu or not tensor.is_contiguous():
+    if tensor.dtype is not _uint8 or tensor.dim() != 1 or not tensor.is_cpu or not tensor.is_contiguous():
         raise MisuseError(
             f"{what}: a flat contiguous uint8 tensor on the CPU is needed, got {tensor.dtype} {tuple(tensor.shape)} on "
             f"{tensor.device}"
         )
 
 
-def _check_dense(operation: str, tensor: torch.Tensor) -> None:
+def _not_dense(operation: str, tensor: torch.Tensor) -> MisuseError:
     if not isinstance(tensor, torch.Tensor):
-        raise MisuseError(f"{operation}: only tensors can be copied, got {type(tensor).__name__}")
-    if not tensor.is_cpu or tensor.layout is not torch.strided or tensor.is_quantized:
-        raise MisuseError(
-            f"{operation}: only dense CPU tensors can be copied, got {tensor.layout} {tensor.dtype} on {tensor.device}"
-        )
+        return MisuseError(f"{operation}: only tensors can be copied, got {type(tensor).__name__}")
+    return MisuseError(
+        f"{operation}: only dense CPU tensors can be copied, got {tensor.layout} {tensor.dtype} on {tensor.device}"
+    )
 
 
 def _check_threads(threads: int) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from nccl_stream.coordination.kv import ControlStore
 from nccl_stream.coordination.node import Node
 from nccl_stream.draft_side import DraftSide
 from nccl_stream.target_side import TargetSide
@@ -50,13 +51,22 @@ class StreamStatistics(Mapping[str, Any]):
         return bool(self.totals["put"] == sum(self.totals[name] for name in BOOKS[1:]))
 
 
-def read_statistics(node: Node | None, side: TargetSide | DraftSide) -> StreamStatistics:
-    """Read the statuses of all ranks; without a node, only what this rank knows itself."""
+def read_statistics(
+    node: Node | None, side: TargetSide | DraftSide, documents: ControlStore | None = None
+) -> StreamStatistics:
+    """Read the statuses of all ranks; without a node, only what this rank knows itself.
+
+    Args:
+        node: this process's seat in the control plane.
+        side: this rank's end of the stream.
+        documents: a client to read with. Made for this call if None, which may take seconds: torch looks up the names
+            of both ends of a connection, and a lost answer of the name server costs five.
+    """
     local = side.status()
     statuses: dict[str, dict[str, Any]] = {}
     obituaries: dict[str, dict[str, Any]] = {}
     if node is not None:
-        documents = node.documents()
+        documents = node.documents() if documents is None else documents
         members = node.members()
         values = documents.get_many([f"status/{member.inc}" for member in members])
         for member, value in zip(members, values, strict=True):

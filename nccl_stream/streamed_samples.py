@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 
 from nccl_stream.batch import FeatureBatch, batch_of
 from nccl_stream.chunk_policy import ChunkPolicy
 from nccl_stream.errors import ClosedError
 from nccl_stream.leases import Lease
-from nccl_stream.sample_chunks import SampleChunk, read_chunks
+from nccl_stream.sample_chunks import ChunkIterator, read_chunks
 from nccl_stream.sample_stream import PieceReader
 from nccl_stream.store import FeatureStore
 from nccl_stream.stores.pieces import read_joined
@@ -31,15 +30,15 @@ class StreamedSamples:
         self._store = store
         self._policy = policy
         self._lock = threading.Lock()
-        self._readers: dict[int, PieceReader] = {}
-        self._reading: tuple[Lease, Iterator[SampleChunk]] | None = None
+        # By lease. With a policy a reader has its chunks.
+        self._readers: dict[int, tuple[PieceReader, ChunkIterator | None]] = {}
+        self._reading: Lease | None = None
         self._closed = False
 
     @property
     def reading(self) -> Lease | None:
         """The sample of which some batches came and others are still to come."""
-        reading = self._reading
-        return None if reading is None else reading[0]
+        return self._reading
 
     def next_batch(self, lease: Lease) -> FeatureBatch:
         """Return the next batch of a sample; blocks until it is there.
@@ -52,28 +51,29 @@ class StreamedSamples:
             NcclStreamError: what :class:`PieceReader` raises. The sample then has to be closed.
         """
         ref = lease.ref
-        reading = self._reading
-        if reading is None or reading[0] is not lease:
-            reader = self._open(lease)
-            if self._policy is None:
-                tensors = read_joined(reader)
-                return batch_of(ref.algorithm, tensors, attributes=ref.attributes, sample_ids=(ref.sample_id,))
-            reading = lease, read_chunks(reader, self._policy)
-        chunk = next(reading[1])
+        reader, chunks = self._open(lease)
+        if chunks is None:
+            tensors = read_joined(reader)
+            return batch_of(ref.algorithm, tensors, attributes=ref.attributes, sample_ids=(ref.sample_id,))
+        chunk = next(chunks)
         batch = batch_of(ref.algorithm, chunk.tensors, attributes=ref.attributes, sample_ids=(ref.sample_id,))
         batch.place = chunk.place
         with self._lock:
             if lease.lease_id not in self._readers:
                 raise ClosedError(f"streamed sample {ref.sample_id!r} was given back meanwhile")
-            self._reading = None if batch.is_final else reading
+            self._reading = None if batch.is_final else lease
         return batch
 
-    def _open(self, lease: Lease) -> PieceReader:
+    def _open(self, lease: Lease) -> tuple[PieceReader, ChunkIterator | None]:
+        opened = self._readers.get(lease.lease_id)
+        if opened is not None:
+            return opened
         reader = self._store.open_reader(lease.ref)
+        chunks = None if self._policy is None else read_chunks(reader, self._policy)
         with self._lock:
             if not self._closed:
-                self._readers[lease.lease_id] = reader
-                return reader
+                self._readers[lease.lease_id] = reader, chunks
+                return reader, chunks
         reader.close()
         raise ClosedError("the loader is closed")
 
@@ -94,11 +94,14 @@ class StreamedSamples:
         with self._lock:
             self._closed = True
             readers = list(self._readers.values())
-        for reader in readers:
+        for reader, _ in readers:
             reader.close()
 
     def _take(self, lease: Lease) -> PieceReader | None:
         with self._lock:
-            if self._reading is not None and self._reading[0] is lease:
+            if self._reading is lease:
                 self._reading = None
-            return self._readers.pop(lease.lease_id, None)
+            reader, chunks = self._readers.pop(lease.lease_id, (None, None))
+        if chunks is not None:
+            chunks.close()  # a traceback that somebody keeps must not keep receive memory
+        return reader

@@ -29,7 +29,7 @@ from nccl_stream.coordination.messages import (
 )
 from nccl_stream.coordination.node import Node
 from nccl_stream.coordination.owned import Books, DeadLetter, OwnedSample
-from nccl_stream.coordination.rounds import EndDecision, read_end
+from nccl_stream.coordination.rounds import EndDecision
 from nccl_stream.errors import (
     ClosedError,
     ConfigError,
@@ -43,8 +43,9 @@ from nccl_stream.outgoing import OutgoingStreams, PieceSending
 from nccl_stream.refs import SampleRef
 from nccl_stream.side import Side, take_due
 from nccl_stream.store import StoreHandle, StoreHealth
-from nccl_stream.stores.nccl import NcclFeatureStore, OwnedBytes
+from nccl_stream.stores.nccl import NcclFeatureStore
 from nccl_stream.stores.owned_pieces import OwnedPieces
+from nccl_stream.stores.staged import OwnedBytes
 from nccl_stream.watermarks import WatermarkGate
 from nccl_stream.wire_header import make_header
 
@@ -300,7 +301,7 @@ class TargetSide(Side):
             elif isinstance(message, StopRequest):
                 self.stop(message.reason or "asked to stop")
             elif isinstance(message, End):
-                self._defer(lambda documents: self._read_end(documents, message.cohort))
+                self._take_end(EndDecision.of(message), [str(inc) for inc in message.members])
             else:
                 self.streams.heard(inc, message)
             self._changed()
@@ -321,20 +322,14 @@ class TargetSide(Side):
             documents.delete(key)
         self.links.tick()
 
-    def _read_end(self, documents: ControlStore, cohort: str) -> None:
-        decision = read_end(documents, cohort)
-        if decision is None:
-            return
-        members = documents.get(f"cohort/{cohort}/members")
-        with self.cond:
-            self.end = decision
-            for inc in members if type(members) is list else []:
-                self.delivery.draft_ended(inc)
-            if decision.error or decision.stopped:
-                self.delivery.end()
-            else:
-                self.delivery.drop_rest()
-            self._changed()
+    def _take_end(self, decision: EndDecision, members: list[str]) -> None:
+        self.end = decision
+        for inc in members:
+            self.delivery.draft_ended(inc)
+        if decision.error or decision.stopped:
+            self.delivery.end()
+        else:
+            self.delivery.drop_rest()
 
     def status(self) -> dict[str, Any]:
         with self.cond:
@@ -344,6 +339,7 @@ class TargetSide(Side):
                 "closed": self.delivery.closed,
                 "error": self.delivery.error[:1000],
                 "books": dict(vars(self.delivery.books)),
+                "waiting_bytes": dict(self.store.memory.used_bytes),
                 "paused_s": round(self.paused_s + self.store.room_waited_s + self.streams.waited_s, 6),
             }
 

@@ -155,6 +155,21 @@ void bind_host(nb::module_& module) {
             return crc32c(at(address), nbytes, value);
         },
         nb::arg("address"), nb::arg("nbytes"), nb::arg("value") = 0, nb::call_guard<nb::gil_scoped_release>());
+    module.def(
+        "crc32c_buffer",
+        [](nb::handle data, std::uint32_t value) {
+            Py_buffer view;
+            if (PyObject_GetBuffer(data.ptr(), &view, PyBUF_SIMPLE) != 0) {
+                throw nb::python_error();
+            }
+            {
+                const nb::gil_scoped_release release;
+                value = crc32c(view.buf, static_cast<std::size_t>(view.len), value);
+            }
+            PyBuffer_Release(&view);
+            return value;
+        },
+        nb::arg("data"), nb::arg("value") = 0);
     module.def("crc32c_kind", &crc32c_kind);
     module.def(
         "copy_bytes",

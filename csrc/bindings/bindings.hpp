@@ -4,6 +4,4 @@
 #include <nanobind/nanobind.h>
 
 void bind_host(nanobind::module_& module);
-#ifdef NCCL_STREAM_WITH_CUDA
 void bind_cuda(nanobind::module_& module);  // in csrc/cuda/bind_cuda.cpp
-#endif

@@ -3,11 +3,12 @@
 #include "bindings/bindings.hpp"
 
 NB_MODULE(_native, module) {
-    module.attr("api_version") = 1;  // staging.py refuses a module built from other sources than its own
+    nanobind::set_leak_warnings(false);  // tensors over our memory may well live until the interpreter ends
+    module.attr("api_version") = 3;  // _core.py refuses a module built from other sources than its own
     bind_host(module);
+    bind_cuda(module);
 #ifdef NCCL_STREAM_WITH_CUDA
     module.attr("cuda_compiled") = true;
-    bind_cuda(module);
 #else
     module.attr("cuda_compiled") = false;
 #endif

@@ -8,6 +8,10 @@
 #include "host/copy.hpp"
 #include "host/parallel.hpp"
 
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
+
 namespace nccl_stream {
 
 namespace {
@@ -58,6 +62,98 @@ RowCopy row_copy(std::size_t unit) {
             return &copy_row<kPack, 64>;
         default:
             return &copy_runs<kPack>;
+    }
+}
+
+// What is transposed in registers: a square of this many units on each side.
+template <std::size_t kUnit>
+constexpr std::int64_t kSquare = kUnit <= 2 ? 8 : 4;
+
+// Unit (i, j) lies at src + i * kUnit + j * src_stride and goes to dst + i * dst_stride + j * kUnit.
+template <std::size_t kUnit>
+void transpose_square(char* dst, std::int64_t dst_stride, const char* src, std::int64_t src_stride) {
+#ifdef __SSE2__
+    auto load = [&](int j) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(src + j * src_stride)); };
+    auto store = [&](int i, __m128i row) { _mm_storeu_si128(reinterpret_cast<__m128i*>(dst + i * dst_stride), row); };
+    if constexpr (kUnit == 2) {
+        __m128i pairs[8], fours[8];
+        for (int k = 0; k < 4; ++k) {
+            const __m128i even = load(2 * k), odd = load(2 * k + 1);
+            pairs[2 * k] = _mm_unpacklo_epi16(even, odd);
+            pairs[2 * k + 1] = _mm_unpackhi_epi16(even, odd);
+        }
+        for (int k = 0; k < 8; k += 4) {
+            fours[k] = _mm_unpacklo_epi32(pairs[k], pairs[k + 2]);
+            fours[k + 1] = _mm_unpackhi_epi32(pairs[k], pairs[k + 2]);
+            fours[k + 2] = _mm_unpacklo_epi32(pairs[k + 1], pairs[k + 3]);
+            fours[k + 3] = _mm_unpackhi_epi32(pairs[k + 1], pairs[k + 3]);
+        }
+        for (int k = 0; k < 4; ++k) {
+            store(2 * k, _mm_unpacklo_epi64(fours[k], fours[k + 4]));
+            store(2 * k + 1, _mm_unpackhi_epi64(fours[k], fours[k + 4]));
+        }
+        return;
+    }
+    if constexpr (kUnit == 4) {
+        const __m128i a = load(0), b = load(1), c = load(2), d = load(3);
+        const __m128i ab_low = _mm_unpacklo_epi32(a, b), ab_high = _mm_unpackhi_epi32(a, b);
+        const __m128i cd_low = _mm_unpacklo_epi32(c, d), cd_high = _mm_unpackhi_epi32(c, d);
+        store(0, _mm_unpacklo_epi64(ab_low, cd_low));
+        store(1, _mm_unpackhi_epi64(ab_low, cd_low));
+        store(2, _mm_unpacklo_epi64(ab_high, cd_high));
+        store(3, _mm_unpackhi_epi64(ab_high, cd_high));
+        return;
+    }
+#endif
+    for (std::int64_t i = 0; i < kSquare<kUnit>; ++i) {
+        for (std::int64_t j = 0; j < kSquare<kUnit>; ++j) {
+            std::memcpy(dst + i * dst_stride + j * static_cast<std::int64_t>(kUnit),
+                        src + i * static_cast<std::int64_t>(kUnit) + j * src_stride, kUnit);
+        }
+    }
+}
+
+// The same for `rows` times `columns` units; `i` counts rows and `j` columns.
+template <std::size_t kUnit>
+void transpose(char* dst, std::int64_t dst_stride, const char* src, std::int64_t src_stride, std::int64_t rows,
+               std::int64_t columns) {
+    constexpr auto kBytes = static_cast<std::int64_t>(kUnit);
+    constexpr std::int64_t kSide = kSquare<kUnit>;
+    for (std::int64_t tile = 0; tile < columns; tile += kTile) {
+        const std::int64_t end = std::min(tile + kTile, columns);
+        const std::int64_t whole_columns = tile + (end - tile) / kSide * kSide;
+        std::int64_t i = 0;
+        for (; i + kSide <= rows; i += kSide) {
+            for (std::int64_t j = tile; j < whole_columns; j += kSide) {
+                transpose_square<kUnit>(dst + i * dst_stride + j * kBytes, dst_stride,
+                                        src + i * kBytes + j * src_stride, src_stride);
+            }
+        }
+        for (std::int64_t row = 0; row < rows; ++row) {
+            for (std::int64_t j = row < i ? whole_columns : tile; j < end; ++j) {
+                std::memcpy(dst + row * dst_stride + j * kBytes, src + row * kBytes + j * src_stride, kUnit);
+            }
+        }
+    }
+}
+
+using Transpose = void (*)(char* dst, std::int64_t dst_stride, const char* src, std::int64_t src_stride,
+                           std::int64_t rows, std::int64_t columns);
+
+Transpose transpose_of(std::size_t unit) {
+    switch (unit) {
+        case 1:
+            return &transpose<1>;
+        case 2:
+            return &transpose<2>;
+        case 4:
+            return &transpose<4>;
+        case 8:
+            return &transpose<8>;
+        case 16:
+            return &transpose<16>;
+        default:
+            return nullptr;
     }
 }
 
@@ -164,7 +260,16 @@ void CopyPlan::run(char* packed, std::int64_t begin, std::int64_t end) const {
         return;
     }
     const CopyDim dense = dims[dims.size() - 2];
+    const Transpose transposed = dense.strided == inner.packed ? transpose_of(unit_) : nullptr;
     for_each(dims.data(), dims.size() - 2, packed, strided, [&](char* in_slot, char* in_tensor) {
+        if (transposed != nullptr && kPack) {
+            transposed(in_slot, dense.packed, in_tensor, inner.strided, dense.size, inner.size);
+            return;
+        }
+        if (transposed != nullptr) {
+            transposed(in_tensor, inner.strided, in_slot, dense.packed, inner.size, dense.size);
+            return;
+        }
         for (std::int64_t column = 0; column < inner.size; column += kTile) {
             const std::int64_t count = std::min(kTile, inner.size - column);
             for (std::int64_t i = 0; i < dense.size; ++i) {

@@ -14,6 +14,7 @@ import contextlib
 import copy
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -36,8 +37,8 @@ from nccl_stream.store import FeatureStore
 from nccl_stream.target import HFEagle3TargetModel
 
 VOCABULARY, HIDDEN, AUX_LAYERS = 512, 32, (0, 1, 2)
-PROMPTS, POSITIONS, PREFILL = 4, 3072, 200  # the prefill's portions need not be multiples of a piece
-PIECE, LOOKBACK, LOOKAHEAD = 32, 48, 1  # positions per piece; what the loss at a position depends on, left and right
+PROMPTS, POSITIONS, PREFILL = 4, 1536, 100  # the prefill's portions need not be multiples of a piece
+PIECE, LOOKBACK, LOOKAHEAD = 16, 24, 1  # positions per piece; what the loss at a position depends on, left and right
 
 # Context has to reach back over what the draft looks back on, from positions that were left over for LOOKAHEAD.
 POLICY = LeftContextChunkPolicy(chunk=3, left_context=-(-(LOOKBACK + LOOKAHEAD) // PIECE))
@@ -45,6 +46,7 @@ WINDOW = POLICY.chunk + POLICY.left_context + 1  # pieces: a chunk, its context,
 
 POSITION_BYTES = 4 * 3 * HIDDEN + 4 * VOCABULARY + 3 * 8
 SAMPLE_BYTES, WINDOW_BYTES = POSITIONS * POSITION_BYTES, WINDOW * PIECE * POSITION_BYTES
+ONE_AT_A_TIME = threading.Lock()  # transformers collects hidden states by hooks that threads would share
 ROUNDING = 1e-4  # relative; sums of float32 in another order
 
 
@@ -72,7 +74,8 @@ def prefill(model: nn.Module, input_ids: Tensor) -> Iterator[dict[str, Tensor]]:
     """Run the target over its prompt in portions; yields the features of each, in place."""
     cache: Any = None
     for ids in input_ids.split(PREFILL, dim=1):
-        out = model(input_ids=ids, past_key_values=cache, use_cache=True, output_hidden_states=True)
+        with ONE_AT_A_TIME:
+            out = model(input_ids=ids, past_key_values=cache, use_cache=True, output_hidden_states=True)
         cache = out.past_key_values
         # hidden_states[0] is the embedding's output, so that of layer i is at i + 1.
         aux = torch.cat([out.hidden_states[layer + 1] for layer in AUX_LAYERS], dim=-1)

@@ -293,10 +293,17 @@ class Go(Message):
 
 @dataclass(frozen=True)
 class End(Message):
-    """Round leader to everybody: the cohort's end is decided; the store holds the document."""
+    """Round leader to everybody: how the cohort, the drafts ``members``, ends; as it stands in the store.
+
+    See :class:`~nccl_stream.coordination.rounds.EndDecision` for the rest.
+    """
 
     KIND: ClassVar[str] = "end"
     cohort: str
+    members: list[Any]
+    rounds: int
+    error: str
+    stopped: bool
 
 
 @dataclass(frozen=True)

@@ -9,17 +9,14 @@ clock and the store are the caller's.
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from nccl_stream.coordination.kv import ControlStore
-from nccl_stream.coordination.messages import Go, Have, Message
+from nccl_stream.coordination.messages import End, Go, Have, Message
 from nccl_stream.errors import WireFormatError
 
-__all__ = ["EndDecision", "Rounds", "RoundsPort", "end_key", "read_end", "write_end"]
-
-logger = logging.getLogger(__name__)
+__all__ = ["EndDecision", "Rounds", "RoundsPort", "read_end", "settle_end"]
 
 # Rounds released ahead of the slowest draft: enough to hide the leader's answer, few enough that a stop comes soon.
 ROUNDS_AHEAD = 2
@@ -34,6 +31,11 @@ class EndDecision:
     rounds: int
     error: str
     stopped: bool
+
+    @classmethod
+    def of(cls, message: End) -> EndDecision:
+        """What the leader says."""
+        return cls(message.rounds, message.error, message.stopped)
 
     def to_wire(self) -> dict[str, Any]:
         return {"rounds": self.rounds, "error": self.error, "stopped": self.stopped}
@@ -52,23 +54,29 @@ class EndDecision:
         return cls(**value)
 
 
-def end_key(cohort: str) -> str:
-    """Where in the store the end of a cohort stands."""
-    return f"cohort/{cohort}/end"
+def settle_end(documents: ControlStore, cohort: str, decision: EndDecision) -> EndDecision:
+    """Write how a cohort ends, unless that stands in the store already; returns what holds.
 
-
-def write_end(documents: ControlStore, cohort: str, decision: EndDecision) -> None:
-    """Write how the cohort ends, unless that stands there already."""
-    documents.compare_set(end_key(cohort), None, decision.to_wire())
+    Raises:
+        WireFormatError: what stands there is damaged.
+    """
+    if documents.compare_set(_end_key(cohort), None, decision.to_wire()):
+        return decision
+    return EndDecision.from_wire(documents.get(_end_key(cohort)))
 
 
 def read_end(documents: ControlStore, cohort: str) -> EndDecision | None:
-    """What stands there; None when there is nothing, or it is damaged."""
-    try:
-        return EndDecision.from_wire(documents.get(end_key(cohort)))
-    except WireFormatError as exc:
-        logger.warning("ignored a damaged end of cohort %s: %s", cohort, exc)
-        return None
+    """How a cohort ends; None when that has not been decided.
+
+    Raises:
+        WireFormatError: what stands there is damaged.
+    """
+    document = documents.get(_end_key(cohort))
+    return None if document is None else EndDecision.from_wire(document)
+
+
+def _end_key(cohort: str) -> str:
+    return f"cohort/{cohort}/end"
 
 
 class RoundsPort(Protocol):
@@ -133,6 +141,11 @@ class Rounds:
         self._knows_no_end = members[0] == me
         self.go = 0
         self.end: EndDecision | None = None
+
+    @property
+    def members(self) -> list[str]:
+        """Incarnations of the cohort, those that are gone included."""
+        return list(self._members)
 
     @property
     def leader(self) -> str:

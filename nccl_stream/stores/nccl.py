@@ -24,6 +24,7 @@ from nccl_stream.store import FeatureStore, StoreHandle, StoreHealth
 from nccl_stream.stores.owned_pieces import Outbound, OwnedPieces, OwnedPieceWriter, Unconnected
 from nccl_stream.stores.pieces import read_joined, require_stream, stream_ref
 from nccl_stream.stores.residency import Residency
+from nccl_stream.stores.staged import OwnedBytes, SampleMemory
 from nccl_stream.stores.tensors import check_finite, check_tensors, checksum_of, copy_tensor
 from nccl_stream.stores.windows import WindowLayout
 from nccl_stream.transport.arena import Arena, Slot
@@ -32,37 +33,7 @@ from nccl_stream.transport.layout import SlotLayout
 ROOM_POLL_S = 0.005
 MAX_ID_CHARS = 512  # an id travels in every message about its sample
 
-__all__ = ["Inbound", "NcclFeatureStore", "OwnedBytes", "Received"]
-
-
-@dataclass
-class OwnedBytes:
-    """A sample's memory on its owner: one slot in wire layout, and the features that were donated instead of copied.
-
-    ``checksum`` is the CRC-32C of the features as they were put; None where nobody verifies it.
-    """
-
-    layout: SlotLayout
-    buffer: torch.Tensor
-    donated: Mapping[str, torch.Tensor]
-    slot: Slot | None
-    checksum: int | None = None
-
-    def features(self) -> dict[str, torch.Tensor]:
-        """The features, as views of this memory, in feature order."""
-        features = {}
-        for name, spec in self.layout.specs.items():
-            offset = self.layout.offsets[name]
-            features[name] = (
-                self.donated[name]
-                if name in self.donated
-                else self.buffer[offset : offset + spec.nbytes].view(spec.dtype).view(spec.shape)
-            )
-        return features
-
-    def wire_buffers(self) -> list[torch.Tensor]:
-        """The messages of the sample, flat bytes in wire order."""
-        return self.layout.wire_buffers(self.buffer, self.donated or None)
+__all__ = ["Inbound", "NcclFeatureStore", "Received"]
 
 
 @dataclass
@@ -97,7 +68,8 @@ class NcclFeatureStore(FeatureStore):
         uri: identity of the owner whose samples this store holds (target) or of this rank (draft).
         device: where samples lie.
         residency: accounting of a target rank's samples; None on a draft.
-        arena: preallocated memory for a target rank's samples.
+        memory: where a target rank's samples wait; None on a draft.
+        arena: a draft rank's receive memory.
         inbound: where a draft rank's deliveries are; None on a target.
         outbound: told of what happens to streamed samples on a target rank.
         max_sample_bytes: largest sample a put may bring.
@@ -119,6 +91,7 @@ class NcclFeatureStore(FeatureStore):
         max_sample_bytes: int,
         chunk_bytes: int,
         residency: Residency[OwnedBytes | OwnedPieces] | None = None,
+        memory: SampleMemory | None = None,
         arena: Arena | None = None,
         inbound: Inbound | None = None,
         outbound: Outbound | None = None,
@@ -134,6 +107,7 @@ class NcclFeatureStore(FeatureStore):
         self._max_sample_bytes = max_sample_bytes
         self._chunk_bytes = chunk_bytes
         self._residency = residency
+        self._memory = memory
         self._arena = arena
         self._inbound = inbound
         self._outbound: Outbound = Unconnected() if outbound is None else outbound
@@ -160,8 +134,19 @@ class NcclFeatureStore(FeatureStore):
 
     @property
     def device(self) -> torch.device:
-        """Where samples lie."""
+        """Where samples are made or received."""
         return self._device
+
+    @property
+    def memory(self) -> SampleMemory:
+        """Where this target rank's samples wait.
+
+        Raises:
+            MisuseError: this is a draft rank.
+        """
+        if self._memory is None:
+            raise MisuseError("a draft rank has no memory for samples of its own")
+        return self._memory
 
     def layout_of(self, specs: Mapping[str, FeatureSpec]) -> SlotLayout:
         """The slot layout both ends derive from a sample's specs."""
@@ -185,16 +170,18 @@ class NcclFeatureStore(FeatureStore):
     ) -> SampleRef:
         """Store a sample on this target rank; see :meth:`FeatureStore.put`.
 
-        Does not wait for room. On a GPU it returns once the copies are in place.
+        Does not wait for room. Afterwards the caller may overwrite the tensors: on a GPU, by work that it queues on the
+        stream that is current now, or that waits for it.
 
         Args:
-            donate: large contiguous features already on :attr:`device` are not copied; the caller must not write into
-                them again.
+            donate: large contiguous features already on :attr:`device` are not copied there; the caller must not write
+                into them again.
 
         Raises:
             MisuseError: (``ValueError``) bad id or tensors, or this is a draft rank.
             CapacityError: (``MemoryError``) a cap would be exceeded; ``can_wait`` tells whether waiting helps.
             ClosedError: (``RuntimeError``) the stream is closed.
+            DeviceError: (``RuntimeError``) a CUDA call failed.
         """
         residency = self._require_target("put")
         _check_id(sample_id)
@@ -221,7 +208,12 @@ class NcclFeatureStore(FeatureStore):
         layout = self.layout_of(specs)
         self._check_size(sample_id, nbytes)
         with residency.reserve(sample_id, nbytes) as reservation:
-            reservation.commit(self._store(sample_id, layout, tensors, donate=donate))
+            owned = self._store(sample_id, layout, tensors, donate=donate)
+            try:
+                reservation.commit(owned)
+            except BaseException:
+                self.memory.free(owned)
+                raise
         return ref
 
     def open_stream(
@@ -282,7 +274,7 @@ class NcclFeatureStore(FeatureStore):
             )
         self._check_size(sample_id, ref.estimated_bytes)
         with residency.reserve(sample_id, ref.estimated_bytes) as reservation:
-            sample = OwnedPieces(ref, windows, self._device, self._arena, reservation.grow)
+            sample = OwnedPieces(ref, windows, self._device, self.memory.pieces_arena, reservation.grow)
             reservation.commit(sample)
         with self._outbound.cond:
             self._outbound.opened(sample)
@@ -315,33 +307,12 @@ class NcclFeatureStore(FeatureStore):
     def _store(
         self, sample_id: str, layout: SlotLayout, tensors: Mapping[str, torch.Tensor], *, donate: bool
     ) -> OwnedBytes:
-        donated = {}
-        if donate:
-            donated = {
-                name: tensors[name].detach()
-                for name in layout.large
-                if layout.donatable(tensors[name]) and tensors[name].device == self._device
-            }
-        nbytes = layout.packed_bytes if donated and len(donated) == len(layout.large) else layout.total_bytes
-        slot = None if self._arena is None else self._arena.reserve(nbytes, f"sample {sample_id}")
-        # Room by count of bytes, but not in one piece: a buffer of its own rather than a producer that gets stuck.
-        buffer = torch.empty(nbytes, dtype=torch.uint8, device=self._device) if slot is None else slot.buffer
+        owned = self.memory.store(sample_id, layout, tensors, donate=donate)
         try:
-            copied = {name: tensor for name, tensor in tensors.items() if name not in donated}
-            if self._device.type == "cuda":
-                stream = torch.cuda.current_stream(self._device)
-                if slot is not None:
-                    slot.wait_release(stream)
-                layout.pack(copied, buffer)
-                stream.synchronize()
-            else:
-                layout.pack(copied, buffer)
-            owned = OwnedBytes(layout, buffer, donated, slot)
             if self._checksums:
                 owned.checksum = checksum_of(owned.features().values())
         except BaseException:
-            if slot is not None:
-                slot.settle()
+            self.memory.free(owned)
             raise
         return owned
 
@@ -443,7 +414,7 @@ class NcclFeatureStore(FeatureStore):
             if isinstance(owned, OwnedPieces):
                 raise MisuseError(f"sample {ref.sample_id!r} is streamed: it is read on draft ranks")
             _check_specs(ref, owned.layout.specs)
-            features = owned.features()
+            features, device = owned.features(), self._device if device is None else device
             return {name: copy_tensor(features[name], device) for name in ref.feature_names()}, handle
         except BaseException:
             self._residency.detach(handle)

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from nccl_stream.errors import CapacityError, ClosedError, MisuseError
+from nccl_stream.staging import PinnedPool, PoolSlot
 from nccl_stream.transport.freelist import FreeList
 from nccl_stream.transport.layout import ALIGN_BYTES
 
@@ -37,6 +38,73 @@ class Event(Protocol):
     def record(self, stream: Any) -> None: ...
 
     def query(self) -> bool: ...
+
+
+class _Memory(Protocol):
+    """The bytes of an arena, and which of them are free. Not thread-safe by itself."""
+
+    def take(self, nbytes: int) -> tuple[int, torch.Tensor] | None:
+        """A range's start and buffer, or None when there is no room now."""
+        ...
+
+    def give(self, start: int, nbytes: int) -> None: ...
+
+    @property
+    def free_bytes(self) -> int: ...
+
+    @property
+    def largest_free_bytes(self) -> int: ...
+
+
+class _OneTensor:
+    """Memory of a device, or that somebody else has given: one tensor, with the books kept here."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+        self._free = FreeList(tensor.numel())
+
+    def take(self, nbytes: int) -> tuple[int, torch.Tensor] | None:
+        start = self._free.take(nbytes)
+        return None if start is None else (start, self._tensor[start : start + nbytes])
+
+    def give(self, start: int, nbytes: int) -> None:
+        self._free.give(start, nbytes)
+
+    @property
+    def free_bytes(self) -> int:
+        return self._free.free_bytes
+
+    @property
+    def largest_free_bytes(self) -> int:
+        return self._free.largest_free_bytes
+
+
+class _PoolMemory:
+    """Memory of the host: a pool, whose slots are the ranges."""
+
+    def __init__(self, capacity: int, pin: bool) -> None:
+        self._pool = PinnedPool(capacity, alignment=ALIGN_BYTES, pin="auto" if pin else False)
+        self._slots: dict[int, PoolSlot] = {}
+
+    def take(self, nbytes: int) -> tuple[int, torch.Tensor] | None:
+        try:
+            slot = self._pool.reserve(nbytes)
+        except CapacityError:
+            return None
+        self._slots[slot.offset] = slot
+        return slot.offset, slot.buffer
+
+    def give(self, start: int, nbytes: int) -> None:
+        self._slots.pop(start).free()
+
+    @property
+    def free_bytes(self) -> int:
+        now = self._pool.statistics()
+        return now.capacity - now.used
+
+    @property
+    def largest_free_bytes(self) -> int:
+        return self._pool.statistics().largest_free
 
 
 class _HostExport(np.ndarray):
@@ -216,9 +284,12 @@ class Slot:
 class Arena:
     """One ``uint8`` allocation handed out in slots. Thread-safe; no method blocks for memory.
 
+    On the CPU the memory is a :class:`PinnedPool`, whose pages are in place from the start.
+
     Args:
         capacity_bytes: size, rounded down to ``ALIGN_BYTES``. Nothing more is ever allocated.
         device: where the memory lies.
+        pin: on the CPU: page-lock the memory if there is a GPU, for the current one's copies.
         poison: overwrite a slot with ``POISON_BYTE`` when it returns, so that a use after free is seen. For debugging.
         on_free: called whenever memory may have become free. It can be called from a finalizer, on any thread and in
             the middle of any code of that thread, even code that holds a lock: it must not take locks nor block.
@@ -229,6 +300,7 @@ class Arena:
 
     Raises:
         MisuseError: the capacity is below one slot, or the memory is not like that.
+        CapacityError: the host does not have that much memory.
     """
 
     def __init__(
@@ -237,6 +309,7 @@ class Arena:
         device: torch.device | str = "cpu",
         *,
         poison: bool = False,
+        pin: bool = False,
         on_free: Callable[[], None] | None = None,
         memory: torch.Tensor | None = None,
     ) -> None:
@@ -245,28 +318,33 @@ class Arena:
             raise MisuseError(f"an arena needs at least {ALIGN_BYTES} bytes, got {capacity_bytes}")
         self.device = torch.device(device)
         self.capacity_bytes = capacity
-        if memory is None:
+        self._memory: _Memory
+        if memory is not None:
+            self._memory = _OneTensor(self._check_memory(memory))
+        elif self.device.type == "cpu":
+            self._memory = _PoolMemory(capacity, pin)
+        else:
             raw = torch.empty(capacity + ALIGN_BYTES, dtype=torch.uint8, device=self.device)
             skip = -raw.data_ptr() % ALIGN_BYTES
-            memory = raw[skip:]
-            if self.device.type == "cpu":
-                memory.zero_()  # touches every page now, so that no receive pays for it
-        elif memory.dtype != torch.uint8 or memory.dim() != 1 or not memory.is_contiguous():
-            raise MisuseError(f"an arena cuts flat contiguous bytes, got {memory.dtype} {tuple(memory.shape)}")
-        elif memory.device != self.device or memory.numel() < capacity or memory.data_ptr() % ALIGN_BYTES:
-            raise MisuseError(
-                f"an arena of {capacity} bytes on {self.device} needs that many there, {ALIGN_BYTES}-byte aligned; got "
-                f"{memory.numel()} at {memory.data_ptr():#x} on {memory.device}"
-            )
-        self._memory = memory[:capacity]
+            self._memory = _OneTensor(raw[skip : skip + capacity])
         self._poison = poison
         self._on_free = on_free
         self._lock = threading.Lock()
-        self._free = FreeList(capacity)
         self._live: dict[int, Slot] = {}
         self._dead_views: deque[Slot] = deque()
         self._pending: list[tuple[int, int, Event]] = []
         self._closed = False
+
+    def _check_memory(self, memory: torch.Tensor) -> torch.Tensor:
+        capacity = self.capacity_bytes
+        if memory.dtype != torch.uint8 or memory.dim() != 1 or not memory.is_contiguous():
+            raise MisuseError(f"an arena cuts flat contiguous bytes, got {memory.dtype} {tuple(memory.shape)}")
+        if memory.device != self.device or memory.numel() < capacity or memory.data_ptr() % ALIGN_BYTES:
+            raise MisuseError(
+                f"an arena of {capacity} bytes on {self.device} needs that many there, {ALIGN_BYTES}-byte aligned; got "
+                f"{memory.numel()} at {memory.data_ptr():#x} on {memory.device}"
+            )
+        return memory[:capacity]
 
     def reserve(self, nbytes: int, label: str) -> Slot | None:
         """A slot of at least ``nbytes``, or None when there is no room now. Never blocks.
@@ -288,11 +366,11 @@ class Arena:
                     f"configure an arena of at least {size} bytes",
                     can_wait=False,
                 )
-            start = self._free.take(size)
-            if start is None:
+            taken = self._memory.take(size)
+            if taken is None:
                 return None
-            pending = self._claim_events(start, size)
-            slot = Slot(self, start, self._memory[start : start + size], label, pending)
+            start, buffer = taken
+            slot = Slot(self, start, buffer, label, self._claim_events(start, size))
             self._live[start] = slot
             return slot
 
@@ -300,13 +378,13 @@ class Arena:
     def free_bytes(self) -> int:
         """Bytes in no slot."""
         with self._locked():
-            return self._free.free_bytes
+            return self._memory.free_bytes
 
     @property
     def largest_free_bytes(self) -> int:
         """The largest slot that could be reserved now."""
         with self._locked():
-            return self._free.largest_free_bytes
+            return self._memory.largest_free_bytes
 
     def holders(self) -> list[tuple[str, int, str]]:
         """``(label, nbytes, why)`` of every slot that is out, by address; ``why`` names what keeps it."""
@@ -357,7 +435,7 @@ class Arena:
                 self._pending.append((slot._start, slot._start + slot.nbytes, event))
         if self._poison:
             self._overwrite(slot)
-        self._free.give(slot._start, slot.nbytes)
+        self._memory.give(slot._start, slot.nbytes)
         return True
 
     def _overwrite(self, slot: Slot) -> None:

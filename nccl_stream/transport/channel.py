@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from nccl_stream.errors import ClosedError, LinkError, LinkTimeoutError
-from nccl_stream.transport.link import Link, Transfer
+from nccl_stream.transport.link import HostBytes, Link, Transfer
 
 __all__ = ["BlockingChannel", "Channel", "PolledChannel"]
 
@@ -25,7 +25,7 @@ class _Job:
 
     __slots__ = ("buffers", "finished", "is_send", "issued", "token")
 
-    def __init__(self, token: object, buffers: Sequence[torch.Tensor], is_send: bool) -> None:
+    def __init__(self, token: object, buffers: Sequence[torch.Tensor | HostBytes], is_send: bool) -> None:
         self.token = token
         self.buffers = list(buffers)
         self.is_send = is_send
@@ -84,12 +84,12 @@ class Channel:
         with self._wake:
             return self._ended
 
-    def send(self, token: object, buffers: Sequence[torch.Tensor]) -> None:
+    def send(self, token: object, buffers: Sequence[torch.Tensor | HostBytes]) -> None:
         """Queues the messages of one sample for sending. Never blocks, from any thread.
 
         Args:
             token: given back by ``on_done`` or ``on_failed``.
-            buffers: flat ``uint8`` tensors; they belong to the channel until then.
+            buffers: flat ``uint8`` tensors, or what else the link sends; they belong to the channel until then.
 
         Raises:
             ClosedError: the channel was closed, aborted, or has failed.
@@ -149,7 +149,11 @@ class Channel:
                     return
                 job = self._to_issue[0]
             buf = job.buffers[job.issued]
-            transfer = self._link.send(buf) if job.is_send else self._link.recv(buf)
+            if job.is_send:
+                transfer = self._link.send(buf)
+            else:
+                assert isinstance(buf, torch.Tensor)
+                transfer = self._link.recv(buf)
             job.issued += 1
             self._inflight.append((transfer, job))
 

@@ -14,8 +14,10 @@ from types import MappingProxyType
 
 import torch
 
+from nccl_stream.device_staging import MAX_DIMS, device_pack, is_available
 from nccl_stream.errors import MisuseError, WireFormatError
 from nccl_stream.refs import FeatureSpec
+from nccl_stream.staging import pack
 
 __all__ = ["ALIGN_BYTES", "HEADER_BYTES", "MAX_HEADER_BYTES", "SMALL_BYTES", "SlotLayout"]
 
@@ -120,13 +122,26 @@ class SlotLayout:
         plain = {name: self._check_feature(name, tensor) for name, tensor in tensors.items()}
         end = max((self.offsets[name] + self.specs[name].nbytes for name in plain), default=0)
         self._check_slot(slot, end)
-        for name, tensor in plain.items():
+        together = {name: tensor for name, tensor in plain.items() if self._goes_together(tensor, slot)}
+        offsets = [self.offsets[name] for name in together]
+        if together and slot.is_cuda:
+            device_pack(list(together.values()), slot, offsets, stream=torch.cuda.current_stream(slot.device))
+        elif together:
+            pack(list(together.values()), slot, offsets)
+        for name in plain.keys() - together.keys():
             spec, offset = self.specs[name], self.offsets[name]
             if spec.nbytes == 0:
                 continue
             carrier = _CARRIERS[spec.dtype.itemsize]
             target = slot[offset : offset + spec.nbytes].view(carrier).view(spec.shape)
-            target.copy_(tensor.view(carrier))
+            target.copy_(plain[name].view(carrier))
+
+    @staticmethod
+    def _goes_together(tensor: torch.Tensor, slot: torch.Tensor) -> bool:
+        """Whether the core copies this one along with others. From one device to another torch does."""
+        if tensor.device != slot.device:
+            return False
+        return slot.is_cpu or (slot.is_cuda and is_available() and tensor.dim() < MAX_DIMS)
 
     def write_header(self, slot: torch.Tensor, header: bytes) -> None:
         """Writes up to ``MAX_HEADER_BYTES`` bytes of header, padded with zeros.

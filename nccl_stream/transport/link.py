@@ -4,17 +4,32 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 
 import torch
 
+from nccl_stream.device_staging import DeviceCopy
 from nccl_stream.errors import LinkError, LinkTimeoutError, MisuseError
 
-__all__ = ["RECEIVER", "SENDER", "Link", "Transfer", "link_error", "warm_up"]
+__all__ = ["RECEIVER", "SENDER", "HostBytes", "Link", "Transfer", "link_error", "warm_up"]
 
 SENDER, RECEIVER = 0, 1  # the two sides of a link, and their ranks in its process group
 
 _SOURCE_LINE = re.compile(r"^\[[^]]*\] ?")  # where in torch's C++ an error was raised
 MAX_SHOWN = 200  # longest foreign text that goes into a message
+
+
+@dataclass(frozen=True)
+class HostBytes:
+    """A message that lies in host memory while the link sends from a device; see ``BounceLink``.
+
+    Attributes:
+        data: ``[n > 0] uint8`` on the CPU, contiguous, page-locked.
+        behind: copies that bring the data there and may still be in progress.
+    """
+
+    data: torch.Tensor
+    behind: tuple[DeviceCopy, ...] = ()
 
 
 class Transfer(ABC):
@@ -66,11 +81,12 @@ class Link(ABC):
     stream: torch.cuda.Stream | None = None
 
     @abstractmethod
-    def send(self, buf: torch.Tensor) -> Transfer:
+    def send(self, buf: torch.Tensor | HostBytes) -> Transfer:
         """Starts sending.
 
         Args:
-            buf: ``[n > 0] uint8``, contiguous, on ``device``. Not to be changed until the transfer is over.
+            buf: ``[n > 0] uint8``, contiguous, on ``device``. Not to be changed until the transfer is over. A
+                ``BounceLink`` takes :class:`HostBytes` too.
 
         Raises:
             MisuseError: the buffer is not like that; nothing was started.
@@ -106,7 +122,9 @@ class Link(ABC):
         """
         raise NotImplementedError("pollable links are watched by polling their transfers")
 
-    def _check(self, buf: torch.Tensor) -> None:
+    def _check(self, buf: torch.Tensor | HostBytes) -> torch.Tensor:
+        if isinstance(buf, HostBytes):
+            raise MisuseError(f"the link to {self.peer} on {self.device} does not send from the host's memory")
         if (
             buf.dtype != torch.uint8
             or buf.dim() != 1
@@ -118,6 +136,7 @@ class Link(ABC):
                 f"a link to {self.peer} on {self.device} moves contiguous non-empty 1-D uint8 tensors, "
                 f"got {buf.dtype} {tuple(buf.shape)} on {buf.device}"
             )
+        return buf
 
 
 def link_error(error: Exception, operation: str, peer: str) -> LinkError:

@@ -16,7 +16,7 @@ import torch
 from torch.distributed.distributed_c10d import PrefixStore
 
 from nccl_stream.errors import LinkError, LinkTimeoutError
-from nccl_stream.transport.link import Link, Transfer, link_error, warm_up
+from nccl_stream.transport.link import HostBytes, Link, Transfer, link_error, warm_up
 
 __all__ = ["DeviceQueue", "NcclLink", "connect_nccl"]
 
@@ -106,11 +106,11 @@ class NcclLink(Link):
         self._lock = threading.Lock()
         self._ended: str | None = None
 
-    def send(self, buf: torch.Tensor) -> Transfer:
-        return self._start("send to", buf, lambda group: group.send([buf], self._other, 0))
+    def send(self, buf: torch.Tensor | HostBytes) -> Transfer:
+        return self._start("send to", self._check(buf), lambda group: group.send([buf], self._other, 0))
 
     def recv(self, buf: torch.Tensor) -> Transfer:
-        return self._start("receive from", buf, lambda group: group.recv([buf], self._other, 0))
+        return self._start("receive from", self._check(buf), lambda group: group.recv([buf], self._other, 0))
 
     def exchange(self, outgoing: torch.Tensor, incoming: torch.Tensor) -> Transfer:
         """A send and a receive as one NCCL group, which is the only way for a rank to send to itself.
@@ -132,7 +132,7 @@ class NcclLink(Link):
             return group._end_coalescing()
 
         self._check(outgoing)
-        return self._start("exchange with", incoming, issue)
+        return self._start("exchange with", self._check(incoming), issue)
 
     def abort(self) -> None:
         with self._lock:
@@ -157,7 +157,6 @@ class NcclLink(Link):
         threading.Thread(target=work, name=f"nccl-{what}-{self.peer}", daemon=True).start()
 
     def _start(self, operation: str, buf: torch.Tensor, issue: Callable[[Any], Any]) -> Transfer:
-        self._check(buf)
         group = self._group
         if group is None:
             raise LinkError(f"{operation} {self.peer}: the link is {self._ended}")

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
 from nccl_stream.errors import ConfigError, LinkError, LinkTimeoutError, VersionMismatchError
-from nccl_stream.transport.link import MAX_SHOWN, RECEIVER, SENDER, Link, Transfer, link_error, warm_up
+from nccl_stream.transport.link import MAX_SHOWN, RECEIVER, SENDER, HostBytes, Link, Transfer, link_error, warm_up
 from nccl_stream.transport.nccl_group import NcclLink, connect_nccl
 
 __all__ = ["GlooLink", "NcclLink", "open_link"]
@@ -54,11 +54,11 @@ class GlooLink(Link):
         self._never = torch.empty(1, dtype=torch.uint8)
         self._sentinel = group.recv([self._never], other, _SENTINEL_TAG)
 
-    def send(self, buf: torch.Tensor) -> Transfer:
-        return self._start("send to", buf)
+    def send(self, buf: torch.Tensor | HostBytes) -> Transfer:
+        return self._start("send to", self._check(buf))
 
     def recv(self, buf: torch.Tensor) -> Transfer:
-        return self._start("receive from", buf)
+        return self._start("receive from", self._check(buf))
 
     def watch(self) -> str:
         try:
@@ -87,7 +87,6 @@ class GlooLink(Link):
                 logger.debug("link to %s %s: %s", self.peer, how, error)
 
     def _start(self, operation: str, buf: torch.Tensor) -> Transfer:
-        self._check(buf)
         group = self._group
         if self._ended is not None or group is None:
             raise LinkError(f"{operation} {self.peer}: the link is {self._ended}")

@@ -16,17 +16,18 @@ pytest.importorskip("accelerate", reason="the examples need accelerate")
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).parents[2]
-PROMPTS, STEPS = 64, 4  # 2 draft ranks x batches of 4 x 2 of them per step
+STEPS = 4  # 64 samples: 2 draft ranks x batches of 4 x 2 of them per step
 
 
 @pytest.mark.parametrize(
-    ("example", "says"),
+    ("example", "samples", "says"),
     [
-        ("accelerate_loop.py", [f"step {STEPS}: loss ", "2 draft ranks"]),
-        ("hf_trainer.py", [f"draft rank {rank} of 2: {STEPS} steps" for rank in (0, 1)]),
+        ("accelerate_loop.py", 64, [f"step {STEPS}: loss ", "2 draft ranks"]),
+        ("hf_trainer.py", 64, [f"draft rank {rank} of 2: {STEPS} steps" for rank in (0, 1)]),
+        ("long_context.py", 4, [f", sample {number}: loss " for number in range(4)]),
     ],
 )
-def test_example_trains_on_every_sample(tmp_path: Path, example: str, says: list[str]) -> None:
+def test_example_trains_on_every_sample(tmp_path: Path, example: str, samples: int, says: list[str]) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
     done = subprocess.run(
         [*command, str(ROOT / "launch" / "examples" / example)],
@@ -42,4 +43,4 @@ def test_example_trains_on_every_sample(tmp_path: Path, example: str, says: list
     for text in says:
         assert text in done.stdout, done.stdout[-4000:]
     books = ast.literal_eval(next(line for line in done.stdout.splitlines() if line.startswith("{'put'")))
-    assert (books["put"], books["acked"]) == (PROMPTS, PROMPTS)
+    assert (books["put"], books["acked"]) == (samples, samples)

@@ -149,6 +149,8 @@ def target(spec, journal):
                 wait_gate(spec, spec["gate_at"][1])
             number = number_of(index, spec["rank"], spec["targets"])
             ref = stream.store.put(f"s{number}", sample(number, spec["width"]), stream.run_id)
+            if spec.get("watch_memory"):
+                journal.say("memory", **stream.store.memory.used_bytes)
             try:
                 stream.queue.put_blocks_until_below(ref)
             except ClosedError as exc:
@@ -162,6 +164,7 @@ def target(spec, journal):
             wait_gate(spec, spec["after"])
     letters = [[letter.sample_id, letter.failures, letter.reason] for letter in stream.dead_letters()]
     journal.say("own books", **vars(stream._side.books()), resident_ids=stream._side.resident_ids(), letters=letters)
+    journal.say("memory", **stream.store.memory.used_bytes)
 
 
 def draft(spec, journal):

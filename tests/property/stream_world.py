@@ -14,10 +14,10 @@ from nccl_stream.coordination.membership import Gone, Member
 from nccl_stream.coordination.messages import decode_message, encode_message
 from nccl_stream.draft_queue import DraftQueue, PaddingLease
 from nccl_stream.draft_side import DraftSide
-from nccl_stream.errors import ClosedError, NcclStreamError
-from nccl_stream.session import _free_owned
+from nccl_stream.errors import ClosedError, NcclStreamError, WireFormatError
 from nccl_stream.stores.nccl import NcclFeatureStore
 from nccl_stream.stores.residency import Residency
+from nccl_stream.stores.staged import make_sample_memory
 from nccl_stream.target_side import TargetSide
 from nccl_stream.testing.clock import FakeClock
 from nccl_stream.transport.arena import Arena
@@ -28,12 +28,19 @@ CHUNK = 1024
 
 
 class Documents:
-    """The control store's documents, as one process's call sees them: each call happens at once."""
+    """The control store's documents, as one process's call sees them: each call happens at once.
 
-    def __init__(self):
+    Args:
+        damaged: how the keys end of which somebody makes garbage as soon as they are written.
+    """
+
+    def __init__(self, damaged=()):
         self.values = {}
+        self.damaged = tuple(damaged)
 
     def get(self, key):
+        if key in self.values and key.endswith(self.damaged):
+            raise WireFormatError(f"{key} holds garbage")
         return load_json(self.values[key]) if key in self.values else None
 
     def set(self, key, value):
@@ -44,7 +51,7 @@ class Documents:
             self.set(key, value)
 
     def compare_set(self, key, expected, desired):
-        if self.get(key) != expected:
+        if (key in self.values) != (expected is not None) or (expected is not None and self.get(key) != expected):
             return False
         self.set(key, desired)
         return True
@@ -145,16 +152,16 @@ class TargetRank(Rank):
             max_bytes=2 * config.max_bytes,
             high_watermark_bytes=config.high_watermark,
             low_watermark_bytes=config.low_watermark,
-            on_free=_free_owned,
+            on_free=lambda owned: memory.free(owned),
         )
-        self.arena = Arena(config.max_bytes)
+        memory = make_sample_memory(config, CPU)
         self.store = NcclFeatureStore(
             f"nccl://run/{self.inc}",
             CPU,
             max_sample_bytes=config.max_sample_bytes,
             chunk_bytes=CHUNK,
             residency=residency,
-            arena=self.arena,
+            memory=memory,
             soft_cap_bytes=config.max_bytes,
             starving=self.side.starving,
             outbound=self.side.streams,
@@ -283,7 +290,7 @@ class DraftRank(Rank):
             return events
         per_round = self.world.config.samples_per_round
         with self.side.cond:
-            ready = self.side.finished or self.side.needs_padding
+            ready = self.side.finished or self.side.needs_padding or self.side._fatal is not None
             if self.side.rounds is None:
                 may_take = ready or self.side.leases.table.pending_count
             else:
@@ -346,7 +353,7 @@ class World:
 
     def __init__(
         self, seed, *, targets, drafts, per_target, end, static, batch, breaks, mail_faults, failures, deaths,
-        flips=0, budget=3,
+        flips=0, budget=3, damaged=(),
     ):  # fmt: skip
         self.rng = random.Random(seed)
         self.clock = FakeClock(1000.0)
@@ -367,7 +374,7 @@ class World:
         )
         self.flips, self.flipped = flips, Counter()
         self.arena_bytes = self.smallest_arena(batch)
-        self.documents, self.net, self.samples = Documents(), {}, {}
+        self.documents, self.net, self.samples = Documents(damaged), {}, {}
         self.mail_faults, self.breaks, self.failures = mail_faults, breaks, failures
         self.deaths = list(deaths)
         self.rumours = []
@@ -389,7 +396,6 @@ class World:
                 if member.inc != rank.inc:
                     rank.side.on_joined(member)
         incs = [f"d{d}" for d in range(drafts)]
-        self.documents.set("cohort/c/members", incs)
         if end != "ragged":
             for inc in incs:
                 self.ranks[inc].side.start_rounds("c", incs)

@@ -33,9 +33,13 @@ class ArenaMachine(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.notified = 0
         self.arena = Arena(CAPACITY, poison=True, on_free=self.count)
-        self.base = self.arena._memory.data_ptr()
+        whole = self.arena.reserve(CAPACITY, "whole")
+        self.base = whole.buffer.data_ptr()
+        self.notified = 0
+        whole.settle()
+        assert self.notified == 1
+        self.notified = 0
         self.live = []
         self.counter = 0
 
@@ -139,7 +143,7 @@ class ArenaMachine(RuleBasedStateMachine):
         spans = self.free_spans()
         assert self.arena.free_bytes == sum(end - start for start, end in spans)
         assert self.arena.largest_free_bytes == max((end - start for start, end in spans), default=0)
-        assert self.arena._free.ranges() == [(start, end - start) for start, end in spans]
+        assert self.arena._memory._pool.statistics().free_ranges == len(spans)
         assert [label for label, _, _ in self.arena.holders()] == [
             model.slot.label for model in sorted(self.live, key=lambda model: model.span)
         ]

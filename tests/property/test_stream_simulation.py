@@ -6,6 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from nccl_stream.errors import WireFormatError
 from tests.property.simulation import run
 from tests.property.stream_world import World
 
@@ -70,6 +71,27 @@ def test_broken_links_and_failing_consumers_lose_nothing(**kwargs):
 @SOME
 def test_killed_ranks_everybody_else_ends_and_the_books_close(**kwargs):
     simulate(**kwargs)
+
+
+@given(**STREAMS, mail_faults=st.integers(0, 2))
+@SOME
+def test_end_that_is_damaged_as_soon_as_it_is_written_has_been_told(**kwargs):
+    world, _ = simulate(breaks=0, failures=0, deaths=[], damaged=["/end", "/members"], **kwargs)
+    assert all(draft.error is None for draft in world.survivors("draft"))
+
+
+@given(
+    **{**STREAMS, "end": st.sampled_from(["drop", "pad"]), "drafts": st.integers(2, 3)}, mail_faults=st.integers(0, 2)
+)
+@SOME
+def test_end_that_is_damaged_while_its_leader_dies_is_a_named_error(**kwargs):
+    """Whether some got to know the end before: nobody stands still."""
+    world = World(breaks=0, failures=0, deaths=["d0"], damaged=["/end"], **kwargs)
+    run(world.rng, world.offer, max_events=20_000)
+    for rank in (*world.survivors("draft"), *world.survivors("target")):
+        assert rank.state == "left", f"{rank.inc} stands still"
+    for draft in world.survivors("draft"):
+        assert draft.error is None or isinstance(draft.error, WireFormatError)
 
 
 @given(seed=st.integers(0, 2**32), end=st.sampled_from(["drop", "ragged"]))

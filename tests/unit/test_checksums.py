@@ -12,7 +12,7 @@ from nccl_stream.coordination.intake import DraftIntake
 from nccl_stream.coordination.messages import Announce, Settle
 from nccl_stream.errors import LinkError
 from nccl_stream.staging import crc32c
-from nccl_stream.stores import nccl as nccl_store
+from nccl_stream.stores.staged import OwnedBytes
 from nccl_stream.stores.tensors import checksum_of
 from nccl_stream.testing.store_suite import make_sample
 from nccl_stream.transport.layout import SMALL_BYTES
@@ -114,7 +114,7 @@ def test_donated_tensor_that_is_written_to_is_a_dead_letter_that_says_so(caplog)
 
 def test_ranks_must_agree_on_verification():
     assert config(verify_checksums=True).shared() != config().shared()
-    assert nccl_store.OwnedBytes.__dataclass_fields__["checksum"].default is None
+    assert OwnedBytes.__dataclass_fields__["checksum"].default is None
 
 
 class Port:

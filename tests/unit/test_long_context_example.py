@@ -23,7 +23,7 @@ def example(monkeypatch):
     module = importlib.import_module("long_context")
     config = module.make_config(num_drafts=2)
     assert config.arena_bytes * 4 <= module.SAMPLE_BYTES
-    monkeypatch.setattr(module, "POSITIONS", 1024)  # a shorter one will do here
+    monkeypatch.setattr(module, "POSITIONS", 512)  # a shorter one will do here
     return module
 
 

@@ -30,7 +30,7 @@ EXAMPLES = [
     m.OwnerState(True, "", False, True, 7),
     m.Have("c", 8, 2, 3, False, True, "no"),
     m.Go("c", 4),
-    m.End("c"),
+    m.End("c", ["d0-1", "d1-1"], 7, "", True),
     m.Leaving("c"),
     m.StopRequest("signal"),
     m.Estate("t0-1", ["a"], ["b"]),

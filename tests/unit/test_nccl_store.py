@@ -16,11 +16,11 @@ from nccl_stream.config import StreamConfig
 from nccl_stream.errors import CapacityError, ClosedError, MisuseError, SampleNotFoundError
 from nccl_stream.leases import Lease
 from nccl_stream.refs import SampleRef
-from nccl_stream.session import _free_owned
 from nccl_stream.store import FeatureStore
-from nccl_stream.stores.nccl import NcclFeatureStore, OwnedBytes
+from nccl_stream.stores.nccl import NcclFeatureStore
 from nccl_stream.stores.owned_pieces import OwnedPieces
 from nccl_stream.stores.residency import Residency
+from nccl_stream.stores.staged import OwnedBytes, SampleMemory
 from nccl_stream.testing.store_suite import FeatureStoreConformance, StoreHarness, make_sample
 from nccl_stream.transport.arena import Arena
 
@@ -34,13 +34,14 @@ def target_store(
     low_watermark_bytes: int | None = 4 * MIB,
     **more: Any,
 ) -> NcclFeatureStore:
+    memory = SampleMemory(torch.device("cpu"), device_arena=Arena(32 * MIB))
     residency: Residency[OwnedBytes | OwnedPieces] = Residency(
         max_samples=max_samples,
         max_bytes=max_bytes,
         high_watermark_bytes=high_watermark_bytes,
         low_watermark_bytes=low_watermark_bytes,
         name="NcclFeatureStore",
-        on_free=_free_owned,
+        on_free=memory.free,
     )
     return NcclFeatureStore(
         "nccl://test/t0",
@@ -48,7 +49,7 @@ def target_store(
         max_sample_bytes=8 * MIB,
         chunk_bytes=MIB,
         residency=residency,
-        arena=Arena(32 * MIB),
+        memory=memory,
         soft_cap_bytes=max_bytes or 1 << 40,
         **more,
     )

@@ -17,6 +17,7 @@ from nccl_stream.errors import (
 from nccl_stream.interop.nemo import to_nemo_ref
 from nccl_stream.refs import FeatureSpec, SampleRef, StreamSpec
 from nccl_stream.sample_stream import OpenFeatureSpec
+from nccl_stream.stores.shared_dir import SharedDirFeatureStore
 from tests.unit.helpers import CORE, make_ref
 
 DIMS = dict.fromkeys(CORE, 1)
@@ -124,6 +125,17 @@ def test_wire_stream_without_a_field_is_refused(field):
     del wire["stream"][field]
     with pytest.raises(WireFormatError):
         SampleRef.from_wire(wire)
+
+
+def test_store_without_streams_says_so(tmp_path):
+    with SharedDirFeatureStore(tmp_path) as store:
+        with pytest.raises(MisuseError, match="SharedDirFeatureStore takes no streamed samples"):
+            store.open_stream(
+                "s", {"input_ids": OpenFeatureSpec((1, -1), torch.int64)}, "run", piece_length=4, window=2
+            )
+        with pytest.raises(MisuseError, match="SharedDirFeatureStore holds no streamed samples"):
+            store.open_reader(make_stream_ref())
+        assert store.health().sample_count == 0
 
 
 def test_stream_ref_has_no_form_at_nemo():

@@ -1,0 +1,279 @@
+"""Work on GPU memory that the compiled core does: copies nobody waits for, packing, checksums, page-locking.
+
+Only where :func:`is_available`. A runtime other than CUDA's can be given for tests: the compiled core has an imagined
+one, ``FakeRuntime``, with the order of streams and events and with errors on demand.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from nccl_stream import _core
+from nccl_stream.errors import ClosedError, DeviceError, MisuseError
+
+__all__ = ["DeviceCopy", "DeviceStager", "Stream", "device_crc32c", "device_pack", "device_unpack", "is_available"]
+
+CHUNK_BYTES = 4 << 20  # 0.1 ms on PCIe 4: what a copy may have to wait for another one's
+STREAMS = 4
+CLOSE_S = 10.0
+MAX_DIMS = 8  # of a tensor that the packing kernel takes, after merging what is contiguous; csrc/cuda/strided.hpp
+
+T = TypeVar("T")
+_native: Any = _core.native
+
+# Copies of stagers that were dropped without close(): the device does not stop for that, so their memory must stay.
+_orphans: deque[tuple[DeviceCopy, torch.Tensor, torch.Tensor]] = deque()
+
+
+class Stream(Protocol):
+    """What is needed of a ``torch.cuda.Stream``."""
+
+    @property
+    def cuda_stream(self) -> int: ...
+
+
+@lru_cache(maxsize=1)
+def is_available() -> bool:
+    """Whether the compiled core has its CUDA part and this process sees a GPU."""
+    return _core.cuda_compiled() and _native.device_count() > 0
+
+
+def _call(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    """Call into the compiled core; its errors become the package's."""
+    try:
+        return function(*args, **kwargs)
+    except _native.CudaError as error:
+        raise DeviceError(str(error)) from error
+
+
+class DeviceCopy:
+    """A copy on its way. Any thread may ask it.
+
+    Whoever drops it does not stop the copy, and the memory on both sides stays until it is over.
+    """
+
+    def __init__(self, native: Any) -> None:
+        self._native = native
+
+    def done(self) -> bool:
+        """Whether the bytes are in place and neither side is touched any more. Does not block.
+
+        Raises:
+            DeviceError: the device reports an error.
+        """
+        return bool(_call(self._native.done))
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Block until it is over.
+
+        Raises:
+            TimeoutError: it was not within ``timeout`` seconds.
+            DeviceError: the device reports an error.
+        """
+        if not _call(self._native.wait, -1.0 if timeout is None else max(0.0, timeout)):
+            raise TimeoutError(f"the copy was not over within {timeout:g} s")
+
+
+class DeviceStager:
+    """Copies between host and GPU on streams of their own. Only ``close`` waits for the device.
+
+    Args:
+        device: ``cuda:N``.
+        chunk_bytes: large copies go in such pieces.
+        streams: how many copies may be in progress side by side.
+        runtime: for tests; then the memory is the host's.
+
+    Raises:
+        DeviceError: streams cannot be made.
+        MisuseError: a bad argument.
+    """
+
+    def __init__(
+        self,
+        device: torch.device | str,
+        *,
+        chunk_bytes: int = CHUNK_BYTES,
+        streams: int = STREAMS,
+        runtime: Any = None,
+    ) -> None:
+        self.device = torch.device(device)
+        if chunk_bytes < 1 or streams < 1:
+            raise MisuseError(f"a stager needs chunk_bytes > 0 and streams > 0, got {chunk_bytes} and {streams}")
+        if runtime is None and (self.device.type != "cuda" or self.device.index is None):
+            raise MisuseError(f"a stager works for a CUDA device with its index, got {device}")
+        self._lock = threading.Lock()
+        self._in_progress: deque[tuple[DeviceCopy, torch.Tensor, torch.Tensor]] = deque()
+        self._closed = False
+        finalizer = weakref.finalize(self, _orphans.extend, self._in_progress)
+        finalizer.atexit = False
+        runtime = _native.cuda_runtime() if runtime is None else runtime
+        self._native = _call(_native.Stager, runtime, self.device.index or 0, chunk_bytes, streams)
+
+    def copy(
+        self,
+        destination: torch.Tensor,
+        source: torch.Tensor,
+        *,
+        after: Stream | None = None,
+        before: Stream | None = None,
+        behind: Sequence[DeviceCopy] = (),
+    ) -> DeviceCopy:
+        """Queue a copy and return. What it is ordered by is the device's business, not the host's.
+
+        Args:
+            destination: ``[n] uint8``, contiguous. Host memory should be page-locked; else the call may block.
+            source: the same, of equal size.
+            after: the copy starts behind the work that this stream has queued.
+            before: work that is queued on this stream from now on starts behind the copy: with the stream that writes
+                the source, the source may be overwritten there at once.
+            behind: the copy starts behind these others.
+
+        Raises:
+            MisuseError: tensors that are not like that; nothing was queued.
+            ClosedError: the stager is closed.
+            DeviceError: a CUDA call failed; the message names it, and nothing of the copy is in progress.
+        """
+        for tensor in (destination, source):
+            if tensor.dtype != torch.uint8 or tensor.dim() != 1 or not tensor.is_contiguous() or tensor.is_meta:
+                raise MisuseError(
+                    f"a stager copies flat uint8 tensors, got {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
+                )
+        if destination.numel() != source.numel():
+            raise MisuseError(f"a copy of {source.numel()} bytes does not fit {destination.numel()} bytes")
+        with self._lock:
+            if self._closed:
+                raise ClosedError("copy: the stager is closed")
+            while self._in_progress and self._in_progress[0][0].done():
+                self._in_progress.popleft()
+            _forget_orphans()
+            copy = DeviceCopy(
+                _call(
+                    self._native.copy,
+                    destination.data_ptr(),
+                    source.data_ptr(),
+                    source.numel(),
+                    after=None if after is None else after.cuda_stream,
+                    before=None if before is None else before.cuda_stream,
+                    behind=[copy._native for copy in behind],
+                )
+            )
+            # Neither side may go to somebody else meanwhile, whatever the caller does with its references.
+            self._in_progress.append((copy, destination, source))
+            return copy
+
+    def close(self, timeout: float = CLOSE_S) -> bool:
+        """Take no more copies and wait for those in progress, at most ``timeout`` seconds. Idempotent.
+
+        Returns:
+            Whether they are over; if not, their memory stays.
+
+        Raises:
+            DeviceError: the device reports an error.
+        """
+        with self._lock:
+            self._closed = True
+        deadline = time.monotonic() + timeout
+        while self._in_progress:
+            try:
+                self._in_progress[0][0].wait(deadline - time.monotonic())
+            except TimeoutError:
+                return False
+            self._in_progress.popleft()
+        return True
+
+
+def _forget_orphans() -> None:
+    """Let go of the memory of dropped stagers' copies that are over. From any thread."""
+    for _ in range(len(_orphans)):
+        try:
+            orphan = _orphans.popleft()
+        except IndexError:  # another thread was here
+            return
+        try:
+            over = orphan[0].done()
+        except DeviceError:
+            over = False  # nobody can tell any more
+        if not over:
+            _orphans.append(orphan)
+
+
+def _move(
+    tensors: Sequence[torch.Tensor],
+    slot: torch.Tensor,
+    offsets: Sequence[int],
+    gather: bool,
+    stream: Stream,
+    runtime: Any,
+) -> None:
+    described = []
+    flats = []
+    for tensor, offset in zip(tensors, offsets, strict=True):
+        if offset < 0 or offset + tensor.nbytes > slot.numel():
+            raise MisuseError(f"a tensor of {tensor.nbytes} bytes at {offset} is outside of {slot.numel()} bytes")
+        if tensor.device != slot.device:
+            raise MisuseError(f"the slot is on {slot.device}, a tensor on {tensor.device}")
+        described.append((tensor.data_ptr(), tensor.dtype.itemsize, list(tensor.shape), list(tensor.stride())))
+        flats.append(slot.data_ptr() + offset)
+    runtime = _native.cuda_runtime() if runtime is None else runtime
+    try:
+        _call(_native.device_move, runtime, slot.device.index or 0, described, flats, gather, stream.cuda_stream)
+    except ValueError as error:
+        raise MisuseError(f"these tensors cannot be moved by the packing kernel: {error}") from error
+
+
+def device_pack(
+    tensors: Sequence[torch.Tensor], slot: torch.Tensor, offsets: Sequence[int], *, stream: Stream, runtime: Any = None
+) -> None:
+    """Copy tensors of any dtype and strides into a slot, each contiguous at its offset; one kernel for 24 of them.
+
+    Queues work on ``stream`` and returns. Bytes are copied: no lazy conj or neg bit is looked at.
+
+    Args:
+        tensors: on the slot's device. After merging what is contiguous, up to 8 dimensions may be left.
+        slot: ``[n] uint8``, contiguous.
+        offsets: bytes.
+        stream: where the kernel runs.
+        runtime: for tests.
+
+    Raises:
+        MisuseError: a tensor elsewhere, one that does not fit, or with too many dimensions.
+        DeviceError: a CUDA call failed.
+    """
+    _move(tensors, slot, offsets, True, stream, runtime)
+
+
+def device_unpack(
+    slot: torch.Tensor, offsets: Sequence[int], tensors: Sequence[torch.Tensor], *, stream: Stream, runtime: Any = None
+) -> None:
+    """The way back: as :func:`device_pack`, out of the slot into the tensors, whose elements must not overlap."""
+    _move(tensors, slot, offsets, False, stream, runtime)
+
+
+def device_crc32c(data: torch.Tensor, value: int = 0, *, stream: Stream | None = None, runtime: Any = None) -> int:
+    """CRC-32C of bytes on a GPU, going on from ``value``. Blocks until the stream has come to it.
+
+    Args:
+        data: ``[n] uint8``, contiguous.
+        value: the checksum of what came before.
+        stream: default: the current one of the data's device.
+        runtime: for tests.
+
+    Raises:
+        DeviceError: a CUDA call failed.
+    """
+    stream = torch.cuda.current_stream(data.device) if stream is None else stream
+    used = _native.cuda_runtime() if runtime is None else runtime
+    raw = torch.empty(1, dtype=torch.int32, device=data.device)
+    address = (data.data_ptr(), data.numel(), raw.data_ptr())
+    _call(_native.device_crc32c, used, data.device.index or 0, *address, stream.cuda_stream)
+    while runtime is not None and runtime.step():
+        pass
+    return int(_native.crc32c_finish(int(raw.item()) & 0xFFFFFFFF, data.numel(), value))

@@ -1,0 +1,317 @@
+"""The GPU part of the compiled core on its imagined runtime: the order of copies, errors of any call, packing, sums."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from nccl_stream import device_staging
+from nccl_stream.device_staging import DeviceStager, device_crc32c, device_pack, device_unpack
+from nccl_stream.errors import ClosedError, DeviceError, MisuseError
+from nccl_stream.staging import crc32c
+
+native = pytest.importorskip("nccl_stream._native", reason="the compiled core is not installed")
+
+
+@pytest.fixture(autouse=True)
+def _no_orphans():
+    device_staging._orphans.clear()
+    yield
+    device_staging._orphans.clear()
+
+
+QUICK = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+# Calls that one copy of four chunks makes, how often, and the name that an error gives them.
+CALLS = [
+    ("get_device", 1, "cudaGetDevice"),
+    ("event_create", 2, "cudaEventCreateWithFlags"),
+    ("event_record", 2, "cudaEventRecord"),
+    ("stream_wait_event", 3, "cudaStreamWaitEvent"),
+    ("memcpy_async", 4, "cudaMemcpyAsync"),
+]
+
+
+def new_stager(seed=0, *, chunk_bytes=16, streams=3, steps_per_query=1):
+    runtime = native.FakeRuntime(seed, 1, steps_per_query)
+    return runtime, DeviceStager("cpu", chunk_bytes=chunk_bytes, streams=streams, runtime=runtime)
+
+
+def new_stream(runtime):
+    return SimpleNamespace(cuda_stream=runtime.new_stream())
+
+
+def flat(nbytes, value=0):
+    return torch.full((nbytes,), value, dtype=torch.uint8)
+
+
+def finish(runtime):
+    while runtime.step():
+        pass
+    assert runtime.pending() == 0, "streams wait for each other"
+
+
+@given(seed=st.integers(0, 2**32 - 1), sizes=st.lists(st.integers(0, 100), min_size=1, max_size=12))
+@QUICK
+def test_source_is_free_at_once_on_the_stream_that_writes_it(seed, sizes):
+    """Every sample is made in the same buffer, copied away, and overwritten by the next one; in any interleaving."""
+    runtime, stager = new_stager(seed)
+    producer, source = new_stream(runtime), flat(100)
+    copies = []
+    for value, nbytes in enumerate(sizes, 1):
+        runtime.fill(source.data_ptr(), 100, value, producer.cuda_stream)
+        target = flat(nbytes)
+        copies.append((stager.copy(target, source[:nbytes], after=producer, before=producer), target, value))
+    for copy, target, value in copies:
+        copy.wait()
+        assert copy.done()
+        assert torch.equal(target, flat(target.numel(), value))
+    assert stager.close()
+    finish(runtime)
+
+
+@given(seed=st.integers(0, 2**32 - 1))
+@QUICK
+def test_copy_behind_a_copy_brings_what_that_one_brought(seed):
+    _, stager = new_stager(seed)
+    device, host, bounce = flat(100, 7), flat(100), flat(100)
+    down = stager.copy(host, device)
+    up = stager.copy(bounce, host, behind=[down])
+    up.wait(10.0)
+    assert torch.equal(bounce, device)
+
+
+@given(seed=st.integers(0, 2**32 - 1))
+@QUICK
+def test_stream_that_goes_on_before_a_copy_sees_its_bytes(seed):
+    runtime, stager = new_stager(seed)
+    consumer = new_stream(runtime)
+    source, target, seen = flat(64, 5), flat(64), flat(64)
+    stager.copy(target, source, before=consumer)
+    reading = DeviceStager("cpu", chunk_bytes=64, streams=1, runtime=runtime).copy(seen, target, after=consumer)
+    reading.wait(10.0)
+    assert torch.equal(seen, source)
+
+
+def test_copies_are_in_progress_side_by_side_and_a_small_one_need_not_wait_for_a_large_one():
+    runtime, stager = new_stager(steps_per_query=0, chunk_bytes=8)
+    stager.copy(flat(800), flat(800, 1))
+    small_target = flat(8)
+    small = stager.copy(small_target, flat(8, 2))
+    assert not small.done()
+    with pytest.raises(TimeoutError, match=r"0\.01 s"):
+        small.wait(0.01)
+    while not small.done():
+        assert runtime.step()
+    assert runtime.pending() > 50
+    assert torch.equal(small_target, flat(8, 2))
+
+
+def test_memory_of_a_copy_in_progress_stays_when_everybody_else_has_dropped_it():
+    runtime, stager = new_stager(steps_per_query=0)
+    released = []
+
+    class Owner:
+        def __del__(self):
+            released.append(True)
+
+    def start():
+        import numpy as np
+
+        class Memory(np.ndarray):
+            pass
+
+        memory = np.ones(64, dtype=np.uint8).view(Memory)
+        memory.owner = Owner()
+        stager.copy(flat(64), torch.frombuffer(memory, dtype=torch.uint8))
+
+    start()
+    assert not released
+    assert not stager.close(0.01)
+    assert not released
+    finish(runtime)
+    assert stager.close()
+    assert released
+
+
+def test_memory_of_a_stager_that_was_dropped_stays_until_its_copies_are_over():
+    runtime, stager = new_stager(steps_per_query=0)
+    target = flat(64)
+    stager.copy(target, flat(64, 3))
+    before = len(device_staging._orphans)
+    del stager
+    assert len(device_staging._orphans) == before + 1
+    finish(runtime)
+    assert torch.equal(target, flat(64, 3))
+    _, other = new_stager()
+    other.copy(flat(1), flat(1))
+    assert len(device_staging._orphans) == before
+
+
+@pytest.mark.parametrize(
+    ("call", "name", "nth"), [(call, name, nth) for call, times, name in CALLS for nth in range(1, times + 1)]
+)
+def test_error_of_any_call_names_it_and_leaves_nothing_in_progress(call, name, nth):
+    runtime, stager = new_stager()
+    producer = new_stream(runtime)
+    other = DeviceStager("cpu", runtime=runtime)
+    behind = other.copy(flat(4), flat(4))
+    target = flat(64)
+    runtime.fail(call, nth, 2)
+    with pytest.raises(DeviceError, match=rf"^{name} failed: .* \(2\)$"):
+        stager.copy(target, flat(64, 1), after=producer, before=producer, behind=[behind])
+    before = target.clone()
+    finish(runtime)
+    assert torch.equal(target, before), "the copy went on after it had failed"
+    good = stager.copy(target, flat(64, 3), after=producer, before=producer)
+    good.wait(10.0)
+    assert torch.equal(target, flat(64, 3))
+
+
+def test_error_while_a_copy_runs_comes_out_of_done_and_wait():
+    runtime, stager = new_stager()
+    copy = stager.copy(flat(64), flat(64, 1))
+    runtime.fail("event_query", 1, 700)
+    with pytest.raises(DeviceError, match=r"cudaEventQuery failed: .* \(700\)"):
+        copy.done()
+    runtime.fail("event_query", 1, 700)
+    with pytest.raises(DeviceError, match="cudaEventQuery"):
+        copy.wait(1.0)
+
+
+@pytest.mark.parametrize("nth", [1, 2, 3])
+def test_stager_that_cannot_be_made_leaves_no_stream(nth):
+    runtime = native.FakeRuntime()
+    runtime.fail("stream_create", nth, 2)
+    with pytest.raises(DeviceError, match="cudaStreamCreateWithPriority"):
+        DeviceStager("cpu", streams=3, runtime=runtime)
+    assert runtime.live() == 0
+
+
+def test_streams_and_events_end_with_the_stager_and_are_reused_before():
+    runtime, stager = new_stager()
+    producer = new_stream(runtime)
+    for _ in range(50):
+        stager.copy(flat(64), flat(64), after=producer, before=producer).wait(10.0)
+    assert runtime.live() <= 1 + 3 + 4
+    kept = stager.copy(flat(64), flat(64))
+    assert stager.close()
+    del stager
+    assert kept.done()
+    del kept
+    assert runtime.live() == 1  # the producer's
+
+
+def test_misuse_is_refused_before_anything_is_queued():
+    runtime, stager = new_stager()
+    for target, source in (
+        (flat(3), flat(4)),
+        (torch.zeros(4), flat(16)),
+        (flat(4).reshape(2, 2), flat(4)),
+        (flat(8)[::2], flat(4)),
+    ):
+        with pytest.raises(MisuseError):
+            stager.copy(target, source)
+    assert runtime.pending() == 0
+    assert stager.close()
+    with pytest.raises(ClosedError):
+        stager.copy(flat(1), flat(1))
+    for arguments in ({"chunk_bytes": 0}, {"streams": 0}):
+        with pytest.raises(MisuseError):
+            DeviceStager("cpu", runtime=runtime, **arguments)
+    with pytest.raises(MisuseError, match="index"):
+        DeviceStager("cuda")
+
+
+DTYPES = [
+    torch.bool, torch.uint8, torch.int16, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float32,
+    torch.int64, torch.float64, torch.complex64, torch.complex128,
+]  # fmt: skip
+
+
+def some_tensor(rng, dtype, device="cpu"):
+    """A tensor of random bytes with random strides: permuted, sliced, expanded, offset, 0-d, empty."""
+    shape = [rng.choice([0, 1, 1, 2, 3, 5, 8, 16]) for _ in range(rng.randint(0, 4))]
+    order = rng.sample(range(len(shape)), len(shape))
+    steps = [rng.choice([1, 1, 1, 2, 3]) for _ in shape]
+    extent = [shape[d] * steps[d] for d in order]
+    numel = 1
+    for size in extent:
+        numel *= size
+    shift = rng.choice([0, 0, 1, 3])
+    bits = torch.Generator().manual_seed(rng.randrange(1 << 30))
+    raw = torch.randint(0, 256, ((numel + shift) * dtype.itemsize,), dtype=torch.uint8, generator=bits)
+    raw = raw.to(device)
+    base = raw.view(dtype)[shift : shift + numel].view(extent)
+    tensor = base[tuple(slice(None, None, steps[d]) for d in order)]
+    tensor = tensor.permute([order.index(d) for d in range(len(shape))])
+    return tensor.unsqueeze(0).expand(rng.randint(1, 3), *shape) if rng.random() < 0.2 else tensor
+
+
+def bytes_of(tensor):
+    if tensor.numel() == 0:
+        return flat(0)
+    carrier = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(tensor.dtype.itemsize)
+    plain = tensor if carrier is None else tensor.view(carrier)
+    return torch.empty(plain.numel(), dtype=plain.dtype).copy_(plain.reshape(-1)).view(torch.uint8)
+
+
+@given(seed=st.integers(0, 2**32 - 1), count=st.integers(0, 60), apart=st.sampled_from([1, 8, 256]))
+@QUICK
+def test_packing_is_byte_exact_for_every_dtype_and_stride_and_unpacking_brings_it_back(seed, count, apart):
+    rng, runtime = random.Random(seed), native.FakeRuntime(seed)
+    stream = new_stream(runtime)
+    tensors = [some_tensor(rng, rng.choice(DTYPES)) for _ in range(count)]
+    offsets, end = [], 0
+    for tensor in tensors:
+        end = -(-end // apart) * apart
+        offsets.append(end)
+        end += tensor.nbytes
+    slot = flat(end + 32, 0xEE)
+    device_pack(tensors, slot, offsets, stream=stream, runtime=runtime)
+    finish(runtime)
+    expected = flat(end + 32, 0xEE)
+    for tensor, offset in zip(tensors, offsets, strict=True):
+        expected[offset : offset + tensor.nbytes] = bytes_of(tensor)
+    assert torch.equal(slot, expected)
+    assert runtime.calls("launch_strided") == -(-sum(t.nbytes > 0 for t in tensors) // 24)
+
+    back = [tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors]
+    spread = [torch.zeros((*t.shape, 2), dtype=t.dtype)[..., 0] for t in tensors]
+    for targets in (back, spread):
+        device_unpack(slot, offsets, targets, stream=stream, runtime=runtime)
+        finish(runtime)
+        assert all(torch.equal(bytes_of(a), bytes_of(b)) for a, b in zip(targets, tensors, strict=True))
+
+
+def test_packing_refuses_what_does_not_fit():
+    runtime = native.FakeRuntime()
+    stream, slot = new_stream(runtime), flat(64)
+    for tensor, offset in ((torch.zeros(16), 4), (torch.zeros(17), 0), (torch.zeros(1), -4)):
+        with pytest.raises(MisuseError, match="outside"):
+            device_pack([tensor], slot, [offset], stream=stream, runtime=runtime)
+    scattered = torch.zeros([3] * 9)[(slice(None, None, 2),) * 9]
+    with pytest.raises(MisuseError, match="dimensions"):
+        device_pack([scattered], flat(4096), [0], stream=stream, runtime=runtime)
+    assert runtime.pending() == 0
+    runtime.fail("launch_strided", 1, 9)
+    with pytest.raises(DeviceError, match="packing kernel failed"):
+        device_pack([torch.zeros(4)], slot, [0], stream=stream, runtime=runtime)
+
+
+@given(data=st.binary(max_size=9_000), value=st.integers(0, 2**32 - 1), start=st.integers(0, 7))
+@QUICK
+def test_sum_of_segments_is_the_checksum_of_the_whole(data, value, start):
+    memory = torch.frombuffer(bytearray(bytes(start) + data), dtype=torch.uint8)[start:] if data else flat(0)
+    runtime = native.FakeRuntime()
+    assert device_crc32c(memory, value, stream=new_stream(runtime), runtime=runtime) == crc32c(data, value)
+
+
+def test_checksum_of_many_segments():
+    memory = torch.arange(30_001, dtype=torch.int64).view(torch.uint8)
+    runtime = native.FakeRuntime()
+    assert device_crc32c(memory, stream=new_stream(runtime), runtime=runtime) == crc32c(memory)
