@@ -126,7 +126,7 @@ def test_same_id_of_a_later_put_is_another_sample():
     rig.intake.settle(key("s"), "ack")
     rig.port.heard()
     rig.announce("s", serial=7)
-    assert rig.port.heard() == [m.Ready(1, 2)]
+    assert rig.port.heard() == [m.Ready(1, 2, 1)]
     assert len(rig.port.posted) == 1
 
 
@@ -137,7 +137,7 @@ def test_only_an_ack_is_remembered(outcome):
     rig.intake.settle(key("s"), outcome, 1, "why")
     assert rig.port.heard()[-1] == m.Settle([["s", 0, outcome, 1, "why"]])
     rig.announce("s", serial=5, delivery=1)
-    assert rig.port.heard() == [m.Ready(1, 1)]
+    assert rig.port.heard() == [m.Ready(1, 1, 1)]
 
 
 def test_acks_are_remembered_per_owner_and_the_oldest_are_forgotten(monkeypatch):
@@ -152,9 +152,9 @@ def test_acks_are_remembered_per_owner_and_the_oldest_are_forgotten(monkeypatch)
     rig.announce("s1", serial=1, delivery=1)
     assert rig.port.heard()[0] == m.Adopt(1, 3)
     rig.announce("s0", serial=0, delivery=1)  # long past: the owner would not announce it
-    assert rig.port.heard() == [m.Ready(1, 4)]
+    assert rig.port.heard() == [m.Ready(1, 4, 3)]
     rig.announce("s2", owner="t1", serial=2)  # the other owner's serial 2 is another sample
-    assert rig.port.heard() == [m.Ready(1, 0)]
+    assert rig.port.heard() == [m.Ready(1, 0, 0)]
 
 
 def test_what_is_here_is_adopted_even_by_a_rank_that_takes_nothing_more():
@@ -199,10 +199,10 @@ def test_transfer_that_failed_goes_back_and_comes_again():
     rig = Rig()
     rig.announce("s", serial=5)
     rig.intake.transfer_over(rig.port.posted.pop(), ok=False)
-    assert rig.port.heard() == [m.Ready(1, 0), m.Settle([["s", 0, "back", 0, "the link failed"]])]
+    assert rig.port.heard() == [m.Ready(1, 0, 0), m.Settle([["s", 0, "back", 0, "the link failed"]])]
     rig.up(2)
     rig.announce("s", gen=2, serial=5, delivery=1)
-    assert rig.port.heard() == [m.Ready(2, 0)]
+    assert rig.port.heard() == [m.Ready(2, 0, 0)]
     rig.arrive()
     assert rig.port.yielded_ids == ["s"]
     assert rig.intake.statistics.bytes_received == make_ref("s").estimated_bytes
@@ -253,7 +253,7 @@ def test_announcement_before_the_link_is_up_here_waits_for_it():
     assert rig.port.posted == []
     rig.intake.link_up(OWNER, 2)
     assert len(rig.port.posted) == 1
-    assert rig.port.heard() == [m.Ready(2, 0)]
+    assert rig.port.heard() == [m.Ready(2, 0, 0)]
 
 
 # -- static order ----------------------------------------------------------------------------------------------------
