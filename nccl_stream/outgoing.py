@@ -137,6 +137,8 @@ class OutgoingStreams:
         """Send one piece."""
         pieces = self._samples[sample.sample_id]
         owned = pieces.pieces[index]
+        if owned.num_sends:  # an earlier delivery of it is on its way, under the header of that one
+            owned = owned.copy()
         header = make_piece_header(
             self._side.node.inc, sample.sample_id, index,
             gen=gen, turn=turn, serial=sample.serial,
@@ -146,6 +148,7 @@ class OutgoingStreams:
         assert sample.stream is not None
         buffers = pieces.windows.wire_buffers(index, sample.stream.lengths[index], owned.buffer)
         token = PieceSending(draft, gen, pieces, owned, sum(buffer.numel() for buffer in buffers))
+        owned.num_sends += 1
         if owned.slot is not None:
             owned.slot.begin_transfer()
         if not self._side.links.send(draft, gen, token, buffers):
@@ -159,6 +162,7 @@ class OutgoingStreams:
 
     def transfer_over(self, sending: PieceSending, *, ok: bool) -> None:
         """A transfer has ended, well or not, and nothing reads its memory any more."""
+        sending.piece.num_sends -= 1
         if sending.piece.slot is not None:
             sending.piece.slot.end_transfer()
         sample_id = sending.sample.ref.sample_id

@@ -38,12 +38,25 @@ _WHY = {
 
 @dataclass
 class OwnedPiece:
-    """One piece in wire layout. ``checksum`` is the CRC-32C of its features; None where nobody verifies it."""
+    """One piece in wire layout.
+
+    Attributes:
+        checksum: CRC-32C of its features; None where nobody verifies it.
+        num_sends: transfers that read it now.
+    """
 
     layout: SlotLayout
     buffer: torch.Tensor
     slot: Slot | None
     checksum: int | None = None
+    num_sends: int = 0
+
+    def copy(self) -> OwnedPiece:
+        """The same piece in memory of its own, on a GPU once the copy is in place."""
+        buffer = self.buffer[: self.layout.total_bytes].clone()
+        if buffer.device.type == "cuda":
+            torch.cuda.current_stream(buffer.device).synchronize()
+        return OwnedPiece(self.layout, buffer, None, self.checksum)
 
 
 class OwnedPieces:
