@@ -12,7 +12,7 @@ OWNER = "t0-1"
 
 
 def totals(**counts):
-    return {"put": 0, "acked": 0, "dropped": 0, "dead": 0, **counts}
+    return {"put": 0, "acked": 0, "dropped": 0, "dead": 0, "lost": 0, **counts}
 
 
 def dead_owner(*heirs, kind="died"):
