@@ -15,6 +15,7 @@ from nccl_stream.coordination.kv import ControlStore
 from nccl_stream.coordination.membership import Member
 from nccl_stream.coordination.messages import (
     Announce,
+    AnnouncePiece,
     End,
     Estate,
     Go,
@@ -26,6 +27,7 @@ from nccl_stream.coordination.messages import (
     Obituary,
     OwnerState,
     StopRequest,
+    has_left,
 )
 from nccl_stream.coordination.node import Node
 from nccl_stream.coordination.rounds import EndDecision, Rounds, read_end, settle_end
@@ -312,14 +314,18 @@ class DraftSide(Side):
             self.links.remove(member.inc)
         with self.cond:
             if member.role == "draft":
-                self.intake.draft_gone(member.inc)
-                self._ended_drafts[member.inc] = self._clock() + self.config.death_timeout
+                self._draft_ended(member.inc)
             if member.role == "draft" and self.rounds is not None:
                 awaited = kind != "left" and self._restart_timeout > 0
                 if awaited:
                     self._restarts[member.inc] = self._clock() + self._restart_timeout
                 self.rounds.member_gone(member.inc, awaited=awaited)
             self._changed()
+
+    def _draft_ended(self, what: str) -> None:
+        """No owner is idle before it says that it knows this; an owner that never knew the draft says nothing."""
+        self.intake.draft_gone(what)
+        self._ended_drafts[what] = self._clock() + self.config.death_timeout
 
     def on_message(self, sender: Member, message: Message) -> None:
         inc = sender.inc
@@ -330,6 +336,10 @@ class DraftSide(Side):
             with self.cond:
                 self.intake.link_opening(inc, message.gen)
             self.links.opening(inc, message.gen)
+            return
+        if isinstance(message, AnnouncePiece):
+            with self.cond:  # its reader waits for the piece itself, and nobody else for anything
+                self.streams.heard(inc, message)
             return
         with self.cond:
             if isinstance(message, Announce):
@@ -346,6 +356,7 @@ class DraftSide(Side):
                 self._take_end(EndDecision.of(message))
             elif isinstance(message, Leaving):
                 self._left.add(inc)
+                self._draft_ended(has_left(inc))
                 if self.rounds is not None:
                     self.rounds.member_gone(inc, awaited=False)
             elif isinstance(message, StopRequest):

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from nccl_stream.coordination.messages import Announce, OwnerState, StreamEnd, StreamOpen
+from nccl_stream.coordination.messages import Announce, OwnerState, StreamEnd, StreamOpen, has_left
 from nccl_stream.coordination.owned import Books, DeadLetter, LostStream, OwnedSample, OwnerDraft, OwnerPort, Phase
 from nccl_stream.coordination.piece_delivery import PieceDelivery
 from nccl_stream.coordination.stream_owner import OwnedStream
@@ -115,7 +115,7 @@ class OwnerDelivery:
 
     def draft_gone(self, inc: str, *, awaited: bool) -> None:
         """The draft died or left: what it had not settled goes to others, or waits for its next incarnation."""
-        self._gone = [*self._gone, inc][-GONE_TOLD:]
+        self._note_gone(inc)
         draft = self._drafts.pop(inc, None)
         if draft is None:
             self._tell_states()
@@ -134,6 +134,15 @@ class OwnerDelivery:
     def _give_up(self, rank: int) -> None:
         if not any(draft.rank == rank and not draft.ended for draft in self._drafts.values()):
             self._awaited.discard(rank)
+
+    def draft_left(self, inc: str) -> None:
+        """The draft takes nothing more; what it has in hand comes back, or is acked."""
+        self._note_gone(has_left(inc))
+        self.draft_ended(inc)
+        self._tell_states()
+
+    def _note_gone(self, what: str) -> None:
+        self._gone = [*self._gone, what][-GONE_TOLD:]
 
     def draft_ended(self, inc: str) -> None:
         """The draft takes nothing more (its agreed end has come)."""
@@ -301,7 +310,8 @@ class OwnerDelivery:
             self._lose(sample, sample.stream.error)
         else:
             self._port.tell(inc, StreamOpen(serial, delivery))
-        self.stream_changed(sample.sample_id, sample.stream)
+            self.pieces.announce(sample)
+        self.assign()
 
     def stream_changed(self, sample_id: str, stream: OwnedStream) -> None:
         """A piece was appended to the sample, or its producer closed or failed it."""
@@ -310,8 +320,8 @@ class OwnerDelivery:
             return
         if stream.error and sample.phase is Phase.RESIDENT:
             self._lose(sample, stream.error)
+            self.assign()
         self.pieces.announce(sample)
-        self.assign()
 
     def piece_sent(self, sample_id: str, nbytes: int) -> None:
         """The transfer of a piece has completed on our side."""
@@ -500,8 +510,9 @@ class OwnerDelivery:
         if not self._closed:
             return
         settled = self.books.resident == 0
+        coming_back = any(draft.ended and draft.held for draft in self._drafts.values())
         for draft in self._drafts.values():
-            state = (True, self._error, self._idle_for(draft), settled, draft.seen)
+            state = (True, self._error, self._idle_for(draft) and not coming_back, settled, draft.seen)
             if state != draft.told or self._gone != draft.told_gone:
                 draft.told, draft.told_gone = state, self._gone
                 closed, error, idle, done, seen = state

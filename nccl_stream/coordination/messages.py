@@ -40,6 +40,7 @@ __all__ = [
     "Withdraw",
     "decode_message",
     "encode_message",
+    "has_left",
 ]
 
 MAX_TEXT = 8192
@@ -256,7 +257,7 @@ class OwnerState(Message):
 
     ``idle``: nothing waits to be delivered to this draft. ``settled``: every sample of this owner has its outcome.
     ``seen``: how many failed or handed-back items of this draft the owner has taken into account. ``gone``: the drafts
-    whose end it has taken into account, the last few of them.
+    whose end it has taken into account, the last few of them; see also :func:`has_left`.
     """
 
     KIND: ClassVar[str] = "owner"
@@ -343,6 +344,11 @@ class Obituary(Message):
     owner: str
 
 
+def has_left(inc: str) -> str:
+    """How ``OwnerState.gone`` names a draft that takes nothing more but is still there."""
+    return f"{inc}/left"
+
+
 _KINDS: dict[str, type[Message]] = {
     cls.KIND: cls
     for cls in (
@@ -353,11 +359,14 @@ _KINDS: dict[str, type[Message]] = {
 }  # fmt: skip
 
 
+_FIELDS = {cls: tuple((each.name, str(each.type)) for each in fields(cls)) for cls in _KINDS.values()}
+
+
 def encode_message(message: Message) -> dict[str, Any]:
     """The wire form: ``{"k": kind, field: value, ...}``."""
     wire: dict[str, Any] = {"k": message.KIND}
-    for each in fields(message):
-        wire[each.name] = getattr(message, each.name)
+    for name, _ in _FIELDS[type(message)]:
+        wire[name] = getattr(message, name)
     return wire
 
 
@@ -390,11 +399,11 @@ def decode_message(wire: Any) -> Message:
     if cls is None:
         raise WireFormatError(f"unknown message kind {kind!r:.40}")
     values = {name: value for name, value in wire.items() if name != "k"}
-    names = {each.name for each in fields(cls)}
+    names = {name for name, _ in _FIELDS[cls]}
     if values.keys() != names:
         raise WireFormatError(f"message {kind!r}: fields {sorted(values)} instead of {sorted(names)}")
-    for each in fields(cls):
-        _check_field(kind, each.name, str(each.type), values[each.name])
+    for name, annotation in _FIELDS[cls]:
+        _check_field(kind, name, annotation, values[name])
     if cls is Settle:
         for item in values["items"]:
             _check_settle_item(item)

@@ -207,7 +207,6 @@ class Rounds:
         self._present.remove(inc)
         self._holding.discard(inc)
         self._heard.pop(inc, None)
-        self._told = None
         if self.leader == self._me and not self._knows_no_end:
             self._port.find_end()
         self._report()
@@ -221,7 +220,6 @@ class Rounds:
         """The document that stands in the store."""
         if self.end is None:
             self.end = decision
-            self.go = max(self.go, decision.rounds)
 
     def _decide(self) -> None:
         haves = [self._heard.get(inc) for inc in self._present]

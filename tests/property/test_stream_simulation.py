@@ -73,6 +73,17 @@ def test_killed_ranks_everybody_else_ends_and_the_books_close(**kwargs):
     simulate(**kwargs)
 
 
+@given(**{**STREAMS, "drafts": st.integers(2, 3)}, mail_faults=st.integers(0, 4), leavers=st.integers(1, 2))
+@SOME
+def test_leavers_hand_back_what_others_then_train_on(**kwargs):
+    """What somebody has in hand when he leaves is as good as not yet given: the end waits for it."""
+    world, trained = simulate(breaks=0, failures=0, deaths=[], **kwargs)
+    assert all(draft.error is None for draft in world.survivors("draft"))
+    assert all(count == 1 for count in trained.values())
+    if kwargs["end"] != "drop":
+        assert set(trained) == set(world.samples)
+
+
 @given(**STREAMS, mail_faults=st.integers(0, 2))
 @SOME
 def test_end_that_is_damaged_as_soon_as_it_is_written_has_been_told(**kwargs):

@@ -102,12 +102,22 @@ def open_streams(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_idle_process_makes_two_store_calls_per_heartbeat(open_streams: Any, num_targets: int, num_drafts: int) -> None:
     """However many there are: its own status out, and one look at a few others."""
     streams, stores = open_streams(num_targets, num_drafts)
-    wait_beats(streams, 10)  # introductions and their confirmations are through
+    # What the introductions bring with them comes to an end, on a busy machine later than on an idle one.
+    windows = [surplus(streams, stores)]
+    while max(windows[-1]) > 0 and len(windows) < 6:
+        windows.append(surplus(streams, stores))
+    assert max(windows[-1]) <= 0, windows
+    assert min(windows[-1]) >= -4, "the heart beats without being heard"
+
+
+def surplus(streams: list[Any], stores: list[CountingStore]) -> list[int]:
+    """Store calls of each process in about 30 heartbeats, beyond two for each that may have been under way."""
     before = [
         (stream._node._status_seq, sum(store.calls.values())) for stream, store in zip(streams, stores, strict=True)
     ]
     wait_beats(streams, 30)
+    counts = []
     for stream, store, (beats, calls) in zip(streams, stores, before, strict=True):
         made = sum(store.calls.values()) - calls
-        beaten = stream._node._status_seq - beats
-        assert 2 * (beaten - 1) <= made <= 2 * (beaten + 1), store.calls
+        counts.append(made - 2 * (stream._node._status_seq - beats + 1))
+    return counts

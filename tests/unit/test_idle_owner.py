@@ -2,7 +2,7 @@
 
 from nccl_stream.coordination.delivery import OwnerDelivery
 from nccl_stream.coordination.intake import DraftIntake
-from nccl_stream.coordination.messages import OwnerState
+from nccl_stream.coordination.messages import OwnerState, has_left
 
 
 class Port:
@@ -60,3 +60,27 @@ def test_owner_tells_whose_end_it_knows_even_if_nothing_else_changes():
     port.told.clear()
     owner.draft_gone("stranger", awaited=False)
     assert [(peer, state.gone) for peer, state in port.told] == [("d0", ["d1", "stranger"])]
+
+
+def test_owner_is_not_idle_while_a_leaver_has_something_that_may_come_back():
+    port = Port()
+    owner = OwnerDelivery(port, num_drafts=2, static=False, window=4, max_failures=3)
+    for rank in range(2):
+        owner.draft_joined(f"d{rank}", rank)
+    owner.link_up("d1", 1)
+    owner.offer("s", {}, 1, 0)
+    owner.close()
+    port.transmit = lambda *args: None
+    owner.ready("d1", 1, 0, 0)
+    owner.sent("d1", 1, 0, "s", 1)
+    assert [state.idle for peer, state in port.told if peer == "d0"] == [False, True]
+    port.told.clear()
+    owner.draft_left("d1")
+    (told,) = [state for peer, state in port.told if peer == "d0"]
+    assert (told.idle, told.gone) == (False, [has_left("d1")])
+    owner.settle("d1", [["s", 0, "back", 0, ""]])
+    assert not port.told[-1][1].idle
+    owner.link_up("d0", 1)
+    owner.ready("d0", 1, 0, 0)
+    owner.sent("d0", 1, 0, "s", 1)
+    assert port.told[-1][1].idle

@@ -126,7 +126,7 @@ def test_same_id_of_a_later_put_is_another_sample():
     rig.intake.settle(key("s"), "ack")
     rig.port.heard()
     rig.announce("s", serial=7)
-    assert rig.port.heard() == [m.Ready(1, 2)]
+    assert rig.port.heard() == [m.Ready(1, 2, 1)]
     assert len(rig.port.posted) == 1
 
 
@@ -137,7 +137,7 @@ def test_only_an_ack_is_remembered(outcome):
     rig.intake.settle(key("s"), outcome, 1, "why")
     assert rig.port.heard()[-1] == m.Settle([["s", 0, outcome, 1, "why"]])
     rig.announce("s", serial=5, delivery=1)
-    assert rig.port.heard() == [m.Ready(1, 1)]
+    assert rig.port.heard() == [m.Ready(1, 1, 1)]
 
 
 def test_acks_are_remembered_per_owner_and_the_oldest_are_forgotten(monkeypatch):
@@ -152,9 +152,9 @@ def test_acks_are_remembered_per_owner_and_the_oldest_are_forgotten(monkeypatch)
     rig.announce("s1", serial=1, delivery=1)
     assert rig.port.heard()[0] == m.Adopt(1, 3)
     rig.announce("s0", serial=0, delivery=1)  # long past: the owner would not announce it
-    assert rig.port.heard() == [m.Ready(1, 4)]
+    assert rig.port.heard() == [m.Ready(1, 4, 3)]
     rig.announce("s2", owner="t1", serial=2)  # the other owner's serial 2 is another sample
-    assert rig.port.heard() == [m.Ready(1, 0)]
+    assert rig.port.heard() == [m.Ready(1, 0, 0)]
 
 
 def test_what_is_here_is_adopted_even_by_a_rank_that_takes_nothing_more():
@@ -199,10 +199,10 @@ def test_transfer_that_failed_goes_back_and_comes_again():
     rig = Rig()
     rig.announce("s", serial=5)
     rig.intake.transfer_over(rig.port.posted.pop(), ok=False)
-    assert rig.port.heard() == [m.Ready(1, 0), m.Settle([["s", 0, "back", 0, "the link failed"]])]
+    assert rig.port.heard() == [m.Ready(1, 0, 0), m.Settle([["s", 0, "back", 0, "the link failed"]])]
     rig.up(2)
     rig.announce("s", gen=2, serial=5, delivery=1)
-    assert rig.port.heard() == [m.Ready(2, 0)]
+    assert rig.port.heard() == [m.Ready(2, 0, 0)]
     rig.arrive()
     assert rig.port.yielded_ids == ["s"]
     assert rig.intake.statistics.bytes_received == make_ref("s").estimated_bytes
@@ -253,7 +253,7 @@ def test_announcement_before_the_link_is_up_here_waits_for_it():
     assert rig.port.posted == []
     rig.intake.link_up(OWNER, 2)
     assert len(rig.port.posted) == 1
-    assert rig.port.heard() == [m.Ready(2, 0)]
+    assert rig.port.heard() == [m.Ready(2, 0, 0)]
 
 
 # -- static order ----------------------------------------------------------------------------------------------------
@@ -436,3 +436,103 @@ def test_owners_that_can_serve_this_rank():
     assert rig.intake.serving_owners() == ["t0"]  # the orders of t1 are odd, those of this rank even
     assert rig.intake.drained() is False
     assert Rig(owners=2, drafts=2).intake.serving_owners() == ["t0", "t1"]
+
+
+# -- generations and stragglers --------------------------------------------------------------------------------------
+
+
+def test_news_of_an_old_generation_does_not_touch_the_new_link():
+    rig = Rig(room=1)
+    rig.up(2)
+    rig.announce("a", gen=2)
+    rig.announce("b", gen=2, serial=1)
+    rig.intake.link_down(OWNER, 1)
+    rig.intake.link_opening(OWNER, 1)
+    rig.arrive()
+    assert rig.port.yielded_ids == ["a"]
+    rig.intake.settle(key("a"), "ack")
+    rig.intake.grant()
+    rig.arrive()
+    assert rig.port.yielded_ids == ["a", "b"]
+
+
+def test_static_sample_that_is_returned_before_its_turn_is_not_yielded():
+    rig = Rig(static=True)
+    rig.announce("a", order=0)
+    rig.announce("b", serial=1, order=1)
+    rig.arrive()
+    rig.intake.settle(key("b"), "back")
+    rig.arrive()
+    assert rig.port.yielded_ids == ["a"]
+
+
+def test_static_sample_that_was_failed_comes_again_ahead_of_everything():
+    rig = Rig(owners=2, static=True)
+    rig.take("a", owner="t0", order=0)
+    rig.take("b", owner="t1", order=1)
+    rig.intake.settle(key("a"), "fail", 1, "bad")
+    rig.intake.settle(key("b", "t1"), "fail", 1, "bad")
+    # Order 2 is due next and has not been announced; those that were failed wait for nobody, nor for each other.
+    rig.announce("b", owner="t1", delivery=1, order=1, failures=1)
+    assert [d.sample_id for d in rig.port.posted] == ["b"]
+    rig.announce("a", owner="t0", delivery=1, order=0, failures=1)
+    rig.arrive(0)
+    assert rig.port.yielded_ids == ["a", "b", "b"]
+    rig.announce("d", owner="t1", serial=1, order=3)
+    rig.arrive(0)
+    assert rig.port.yielded_ids == ["a", "b", "b", "a"]
+    assert rig.port.posted == []
+    rig.take("c", owner="t0", serial=1, order=2)
+    rig.arrive()
+    assert rig.port.yielded_ids == ["a", "b", "b", "a", "c", "d"]
+
+
+def test_static_order_does_not_wait_for_one_that_was_failed_and_may_be_a_dead_letter_by_now():
+    rig = Rig(static=True)
+    rig.take("a", order=0)
+    rig.take("b", serial=1, order=1)
+    rig.intake.settle(key("a"), "fail", 1, "bad")
+    rig.announce("a", delivery=1, order=0, failures=1)
+    rig.intake.link_down(OWNER, 1)
+    rig.arrive()
+    rig.up(2)
+    rig.take("c", gen=2, serial=2, order=2)
+    assert rig.port.yielded_ids == ["a", "b", "c"]
+
+
+def test_static_order_waits_for_a_void_transfer_that_its_owner_takes_for_delivered():
+    rig = Rig(owners=2, static=True)
+    rig.announce("a", owner="t0", order=0)
+    rig.announce("b", owner="t1", order=1)
+    lost, other = rig.port.posted
+    rig.intake.owner_state("t0", m.OwnerState(True, "", True, False, 0))
+    rig.intake.link_down("t0", 1)
+    rig.intake.transfer_over(other, ok=True)
+    assert rig.port.yielded_ids == []
+    assert not rig.intake.drained()
+    rig.intake.transfer_over(lost, ok=True)
+    assert rig.port.yielded_ids == []
+    rig.port.posted.clear()
+    rig.up(2, "t0")
+    rig.take("a", owner="t0", gen=2, delivery=1, order=0)
+    assert rig.port.yielded_ids == ["a", "b"]
+
+
+def test_static_order_waits_for_a_sample_whose_link_broke_twice():
+    rig = Rig(owners=2, static=True)
+    rig.announce("a", owner="t0", order=0)
+    rig.announce("b", owner="t1", order=1)
+    lost, other = rig.port.posted
+    rig.port.posted.clear()
+    rig.intake.link_down("t0", 1)
+    rig.intake.transfer_over(lost, ok=False)
+    rig.port.room = 0
+    rig.up(2, "t0")
+    rig.announce("a", owner="t0", gen=2, delivery=1, order=0)  # no memory now
+    rig.intake.link_down("t0", 2)
+    rig.port.room = 8
+    rig.intake.transfer_over(other, ok=True)
+    assert rig.port.yielded_ids == []
+    rig.up(3, "t0")
+    rig.take("a", owner="t0", gen=3, delivery=2, order=0)
+    assert rig.port.yielded_ids == ["a", "b"]
