@@ -1,5 +1,7 @@
 # Sourced by the launchers: makes or reuses a virtual environment with the pinned versions.
 
+TEST_EXTRAS=test,lint,trainers,demo # one environment serves all checks
+
 # ensure_venv DIR EXTRAS: after it, DIR/bin/python has the package (editable) with EXTRAS. Installs only when DIR is
 # new, or pyproject.toml, the pins, the extras, the native sources or the compilers on the PATH have changed since. Call
 # from the repository's root.

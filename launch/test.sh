@@ -9,7 +9,7 @@ source launch/_venv.sh
 # A package path or options from outside would test something else than this checkout.
 unset PYTHONPATH PYTEST_ADDOPTS
 venv="${VENV:-.venv-test}"
-ensure_venv "$venv" test,lint,trainers,demo
+ensure_venv "$venv" "$TEST_EXTRAS"
 bin="$PWD/$venv/bin"
 [[ "$venv" == /* ]] && bin="$venv/bin"
 

@@ -9,7 +9,7 @@ source launch/_venv.sh
 
 unset PYTHONPATH
 venv="${VENV:-.venv-test}"
-ensure_venv "$venv" test,lint,trainers
+ensure_venv "$venv" "$TEST_EXTRAS"
 python="$PWD/$venv/bin/python"
 [[ "$venv" == /* ]] && python="$venv/bin/python"
 build="$PWD/build/native"

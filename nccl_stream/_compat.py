@@ -37,10 +37,7 @@ def fail(queue: Any, lease: Lease, reason: BaseException) -> None:
 
 
 def fail_for_good(queue: Any, lease: Lease, reason: BaseException) -> None:
-    """Fail ``lease`` so that it does not come again, where the queue has a word for that.
-
-    The queue of a draft rank needs none: it knows what it has of the sample.
-    """
+    """Fail ``lease`` so that it does not come again, where the queue has a word for that; just fail it elsewhere."""
     if accepts_keyword(queue.fail, "final"):
         queue.fail(lease, reason=reason, final=True)
     else:

@@ -18,11 +18,12 @@ import time
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+from nccl_stream._crc32c_numpy import crc32c_of
 
 __all__ = [
     "FreeStatus",
@@ -50,7 +51,6 @@ _CREATE_TRIES = 8
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
 
 Description = tuple[int, int, Sequence[int], Sequence[int]]
-_Words = npt.NDArray[np.uint32]
 
 
 class ReserveStatus(enum.Enum):
@@ -381,83 +381,15 @@ def unpack(tensors: list[Description], offsets: list[int], slot: int, slot_nbyte
     _place_all(tensors, offsets, slot, slot_nbytes, into_tensor)
 
 
-# CRC-32C. The state is a polynomial over GF(2) modulo the Castagnoli polynomial, bit 31 being x^0. What it becomes when
-# n zero bytes follow is a linear map of it, here the list of the images of its 32 bits.
-
-_POLYNOMIAL = 0x82F63B78  # 0x1EDC6F41, reflected
-_LANE_BYTES = 512  # a buffer is cut into lanes of this size, which numpy advances side by side
-
-
-@lru_cache(maxsize=1)
-def _byte_table() -> _Words:
-    table = np.arange(256, dtype=np.uint32)
-    for _ in range(8):
-        table = np.where(table & 1, (table >> 1) ^ np.uint32(_POLYNOMIAL), table >> 1).astype(np.uint32)
-    return table
-
-
-def _advance_over_zeros(states: _Words, nbytes: int) -> _Words:
-    """Each of the ``[n] uint32`` states after ``nbytes`` zero bytes."""
-    power = 0
-    while nbytes >> power:
-        if (nbytes >> power) & 1:
-            states = _apply(_zeros_map(power), states)
-        power += 1
-    return states
-
-
-def _apply(images: _Words, states: _Words) -> _Words:
-    result = np.zeros_like(states)
-    for bit in range(32):
-        result ^= images[bit] * ((states >> np.uint32(bit)) & np.uint32(1))
-    return result
-
-
-@lru_cache(maxsize=64)
-def _zeros_map(power: int) -> _Words:
-    """The images of the 32 bits under 2**power zero bytes."""
-    if power:
-        half = _zeros_map(power - 1)
-        return _apply(half, half)
-    bits = np.uint32(1) << np.arange(32, dtype=np.uint32)
-    images: _Words = (bits >> np.uint32(8)) ^ _byte_table()[bits & np.uint32(0xFF)]
-    return images
-
-
 def crc32c(address: int, nbytes: int, value: int = 0) -> int:
-    if nbytes == 0:
-        return value
-    data = _bytes_at(address, nbytes)
-    table = _byte_table()
-    state = value ^ 0xFFFFFFFF
-    lanes = nbytes // _LANE_BYTES
-    if lanes:
-        columns = data[: lanes * _LANE_BYTES].reshape(lanes, _LANE_BYTES).T
-        states = np.zeros(lanes, dtype=np.uint32)
-        states[0] = state
-        for column in columns:
-            states = (states >> np.uint32(8)) ^ table[(states & np.uint32(0xFF)) ^ column]
-        # Neighbours are joined until one is left; a lane of zeros in front changes nothing.
-        lane_bytes = _LANE_BYTES
-        if lanes & (lanes - 1):
-            states = np.concatenate([np.zeros((1 << lanes.bit_length()) - lanes, dtype=np.uint32), states])
-        while len(states) > 1:
-            states = _advance_over_zeros(states[0::2], lane_bytes) ^ states[1::2]
-            lane_bytes *= 2
-        state = int(states[0])
-    for byte in data[lanes * _LANE_BYTES :].tolist():
-        state = (state >> 8) ^ int(table[(state ^ byte) & 0xFF])
-    return state ^ 0xFFFFFFFF
+    return crc32c_of(_bytes_at(address, nbytes), value) if nbytes else value
 
 
 def crc32c_buffer(data: bytes | bytearray | memoryview, value: int = 0) -> int:
-    with memoryview(data) as view:
-        if not view.contiguous:
-            raise BufferError("the buffer is not contiguous")
-        if view.nbytes == 0:
-            return value
-    array = np.frombuffer(data, np.uint8)
-    return crc32c(array.__array_interface__["data"][0], array.nbytes, value)
+    view = memoryview(data)
+    if not view.contiguous:
+        raise BufferError("the buffer is not contiguous")
+    return crc32c_of(np.frombuffer(view, np.uint8), value) if view.nbytes else value
 
 
 def crc32c_kind() -> str:

@@ -1,4 +1,4 @@
-"""Work on GPU memory that the compiled core does: copies nobody waits for, packing, checksums, page-locking.
+"""Work on GPU memory that the compiled core does: copies nobody waits for, packing, checksums.
 
 Only where :func:`is_available`. A runtime other than CUDA's can be given for tests: the compiled core has an imagined
 one, ``FakeRuntime``, with the order of streams and events and with errors on demand.
@@ -124,7 +124,7 @@ class DeviceStager:
         *,
         after: Stream | None = None,
         before: Stream | None = None,
-        behind: Sequence[DeviceCopy] = (),
+        behind: Sequence[Any] = (),
     ) -> DeviceCopy:
         """Queue a copy and return. What it is ordered by is the device's business, not the host's.
 
@@ -134,7 +134,7 @@ class DeviceStager:
             after: the copy starts behind the work that this stream has queued.
             before: work that is queued on this stream from now on starts behind the copy: with the stream that writes
                 the source, the source may be overwritten there at once.
-            behind: the copy starts behind these others.
+            behind: the copy starts behind these other :class:`DeviceCopy`.
 
         Raises:
             MisuseError: tensors that are not like that; nothing was queued.

@@ -15,6 +15,7 @@ from nccl_stream.coordination.kv import ControlStore
 from nccl_stream.coordination.membership import Member
 from nccl_stream.coordination.messages import (
     Announce,
+    AnnouncePiece,
     End,
     Estate,
     Go,
@@ -336,6 +337,10 @@ class DraftSide(Side):
             with self.cond:
                 self.intake.link_opening(inc, message.gen)
             self.links.opening(inc, message.gen)
+            return
+        if isinstance(message, AnnouncePiece):
+            with self.cond:  # its reader waits for the piece itself, and nobody else for anything
+                self.streams.heard(inc, message)
             return
         with self.cond:
             if isinstance(message, Announce):

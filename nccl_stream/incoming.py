@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 import weakref
 from collections.abc import Callable
@@ -75,6 +76,7 @@ class IncomingStreams:
         self.intake = intake
         self.later = later
         self._closing: list[_Window] = []
+        self._is_noted = False
         self.leases: DraftLeases
         self._store: NcclFeatureStore
         self._links: Links
@@ -96,7 +98,7 @@ class IncomingStreams:
             layout.total_bytes,
             self._store.device,
             poison=self.side.config.poison,
-            on_free=partial(self.later, self._memory_came_back),
+            on_free=self._note_memory,
             memory=delivery.slot.buffer,
         )
         return _Window(delivery.slot, layout, ring)
@@ -128,12 +130,18 @@ class IncomingStreams:
         self._closing.append(stream.window)
         self._return_windows()
 
+    def _note_memory(self) -> None:
+        """An arena's callback, maybe in a finalizer: leave a note, unless there is one."""
+        if not self._is_noted:
+            self._is_noted = True
+            self.later(self._memory_came_back)
+
     def _memory_came_back(self) -> None:
         """A job; the lock is not held."""
+        self._is_noted = False  # what comes back from now on needs a note of its own
         with self.side.cond:
             self.memory_came_back()
             self.intake.grant()
-            self.side.cond.notify_all()
 
     def memory_came_back(self) -> None:
         """Some piece's memory may be free by now."""
@@ -172,7 +180,7 @@ class IncomingStreams:
         piece.slot.begin_transfer()
         piece.slot.wait_release(link_stream)
         window.slot.wait_release(link_stream)
-        buffers = window.layout.layout(piece.index, piece.length).wire_buffers(piece.slot.buffer)
+        buffers = window.layout.wire_buffers(piece.index, piece.length, piece.slot.buffer)
         if not self._links.recv(delivery.owner, piece.gen, piece, buffers):
             self.later(partial(self._refused, piece))
 
@@ -305,6 +313,7 @@ class IncomingReader(PieceReader):
         self._stream = stream
         self._count = PieceCount(stream.delivery.ref)
         self._token = stream.reader = object()
+        self._renewed_at = -math.inf
         self._at_end = False
         self._closed = False
         self._can_be_read = False
@@ -334,7 +343,7 @@ class IncomingReader(PieceReader):
         with streams.side.cond:
             while True:
                 self._check()
-                streams.leases.renew(stream.delivery.key)
+                self._renew()
                 piece = stream.here.get(self._count.num_pieces)
                 if piece is not None:
                     self._count.add(piece.length)
@@ -350,6 +359,13 @@ class IncomingReader(PieceReader):
             views = streams.views(piece)
         release = partial(streams.release, stream, self._token, piece, views)
         return Piece(piece.index, piece.start, piece.length, views, release)
+
+    def _renew(self) -> None:
+        """Keep the lease alive for as long as somebody reads."""
+        now = time.monotonic()
+        if now - self._renewed_at >= self._streams.side.config.lease / 8:
+            self._renewed_at = now
+            self._streams.leases.renew(self._stream.delivery.key)
 
     def _check(self) -> None:
         stream, sample_id = self._stream, self.ref.sample_id

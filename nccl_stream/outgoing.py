@@ -26,7 +26,7 @@ class PieceSending:
 
     draft: str
     gen: int
-    sample_id: str
+    sample: OwnedPieces
     piece: OwnedPiece
     nbytes: int
 
@@ -135,15 +135,17 @@ class OutgoingStreams:
 
     def transmit(self, draft: str, gen: int, turn: int, sample: OwnedSample, index: int) -> None:
         """Send one piece."""
-        owned = self._samples[sample.sample_id].pieces[index]
+        pieces = self._samples[sample.sample_id]
+        owned = pieces.pieces[index]
         header = make_piece_header(
             self._side.node.inc, sample.sample_id, index,
             gen=gen, turn=turn, serial=sample.serial,
             delivery=sample.delivery, checksum=owned.checksum,
         )  # fmt: skip
         owned.layout.write_header(owned.buffer, header)
-        buffers = owned.wire_buffers()
-        token = PieceSending(draft, gen, sample.sample_id, owned, sum(buffer.numel() for buffer in buffers))
+        assert sample.stream is not None
+        buffers = pieces.windows.wire_buffers(index, sample.stream.lengths[index], owned.buffer)
+        token = PieceSending(draft, gen, pieces, owned, sum(buffer.numel() for buffer in buffers))
         if owned.slot is not None:
             owned.slot.begin_transfer()
         if not self._side.links.send(draft, gen, token, buffers):
@@ -159,7 +161,10 @@ class OutgoingStreams:
         """A transfer has ended, well or not, and nothing reads its memory any more."""
         if sending.piece.slot is not None:
             sending.piece.slot.end_transfer()
+        sample_id = sending.sample.ref.sample_id
         if ok:
-            self._delivery.piece_sent(sending.sample_id, sending.nbytes)
+            self._delivery.piece_sent(sample_id, sending.nbytes)
         else:
-            self._delivery.transfer_over(sending.sample_id)
+            self._delivery.transfer_over(sample_id)
+        if sending.sample.stream.has_room:  # else its writer waits for its reader, not for this memory
+            self.cond.notify_all()

@@ -124,6 +124,9 @@ class PinnedPool:
         except BaseException:
             self._region.unlink()
             raise
+        if shared_memory is not None:
+            # For a pool that is never closed; runs at exit too.
+            weakref.finalize(self, self._region.unlink)
         self._free_status = native.FreeStatus
         self._reserve_status = native.ReserveStatus
 

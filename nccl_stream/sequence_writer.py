@@ -29,7 +29,7 @@ def open_specs(algorithm: FeatureAlgorithm, tensors: Mapping[str, Tensor]) -> di
     """Return the specs with which to open a streamed sample that begins with ``tensors``, open along the sequence.
 
     Args:
-        algorithm: whose features they are.
+        algorithm: whose features they are. One that its schema does not know is taken to have no sequence axis.
         tensors: some positions of every feature; they are not kept.
 
     Raises:

@@ -13,6 +13,7 @@ from typing import Protocol, TypeAlias
 import torch
 
 from nccl_stream._core import core, cuda_compiled, is_compiled
+from nccl_stream.device_staging import DeviceStager, Stream, is_available
 from nccl_stream.errors import ClosedError, ConfigError, MisuseError
 from nccl_stream.pinned_pool import PinnedPool, PoolSlot, PoolStatistics, open_shared, remove_abandoned
 
@@ -20,6 +21,7 @@ __all__ = [
     "PinnedPool",
     "PoolSlot",
     "PoolStatistics",
+    "DeviceStager",
     "StagedCopy",
     "Stager",
     "copy_bytes",
@@ -27,6 +29,7 @@ __all__ = [
     "cuda_compiled",
     "is_compiled",
     "open_shared",
+    "open_stager",
     "pack",
     "remove_abandoned",
     "unpack",
@@ -221,20 +224,22 @@ class _DoneCopy:
 
 
 class Stager:
-    """Copies slots between memories; here from host to host, in the calling thread.
+    """Copies slots from host to host, in the calling thread; with the interface of a :class:`DeviceStager`.
 
     Args:
-        device: where the data comes from or goes to besides host memory.
+        device: the CPU; for a GPU see :func:`open_stager`.
         threads: how many threads may share a copy.
 
     Raises:
-        ConfigError: no copies for this device.
+        ConfigError: another device.
     """
 
-    def __init__(self, device: torch.device | str, *, threads: int = 1) -> None:
+    def __init__(self, device: torch.device | str = "cpu", *, threads: int = 1) -> None:
         self.device = torch.device(device)
         if self.device.type != "cpu":
-            raise ConfigError(f"no stager for {self.device}: only the CPU is supported here")
+            raise ConfigError(
+                f"this stager copies on the CPU; open_stager({str(self.device)!r}) has one for the device"
+            )
         _check_threads(threads)
         self._threads = threads
         self._is_closed = False
@@ -245,8 +250,23 @@ class Stager:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def copy(self, dst: torch.Tensor, src: torch.Tensor) -> StagedCopy:
-        """Copies ``src`` to ``dst``, both ``[n] uint8`` and contiguous. ``src`` may be overwritten on return.
+    def copy(
+        self,
+        destination: torch.Tensor,
+        source: torch.Tensor,
+        *,
+        after: Stream | None = None,
+        before: Stream | None = None,
+        behind: Sequence[StagedCopy] = (),
+    ) -> StagedCopy:
+        """Copies ``source`` to ``destination``, both ``[n] uint8`` and contiguous; it is over on return.
+
+        Args:
+            destination: where to.
+            source: where from.
+            after: only a device has streams; ignored.
+            before: the same.
+            behind: waits for these copies first.
 
         Raises:
             ClosedError: the stager is closed.
@@ -254,9 +274,28 @@ class Stager:
         """
         if self._is_closed:
             raise ClosedError("copy: the stager is closed")
-        copy_bytes(dst, src, threads=self._threads)
+        for copy in behind:
+            copy.wait()
+        copy_bytes(destination, source, threads=self._threads)
         return _DoneCopy()
 
-    def close(self) -> None:
-        """Refuses further copies. Idempotent."""
+    def close(self, timeout: float = 0.0) -> bool:
+        """Refuses further copies. Idempotent. Nothing can be in progress: always True."""
         self._is_closed = True
+        return True
+
+
+def open_stager(device: torch.device | str) -> Stager | DeviceStager:
+    """A stager between the host's memory and that of ``device``.
+
+    Raises:
+        ConfigError: the device is a GPU, and the compiled core has no CUDA part or sees none.
+        MisuseError: a GPU without its index.
+        DeviceError: a CUDA call failed.
+    """
+    device = torch.device(device)
+    if device.type == "cpu":
+        return Stager(device)
+    if device.type != "cuda" or not is_available():
+        raise ConfigError(f"no stager for {device}: the compiled core has no CUDA part, or this process sees no GPU")
+    return DeviceStager(device)

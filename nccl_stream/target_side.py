@@ -20,6 +20,8 @@ from nccl_stream.coordination.messages import (
     Leaving,
     LinkFailed,
     Message,
+    PieceReady,
+    PieceSkip,
     Ready,
     Refuse,
     Settle,
@@ -232,9 +234,9 @@ class TargetSide(Side):
         with self.cond:
             if isinstance(token, PieceSending):
                 self.streams.transfer_over(token, ok=True)
-            else:
-                assert isinstance(token, _Sending)
-                self.delivery.sent(token.draft, token.gen, token.seq, token.sample_id, token.nbytes)
+                return
+            assert isinstance(token, _Sending)
+            self.delivery.sent(token.draft, token.gen, token.seq, token.sample_id, token.nbytes)
             self._changed()
 
     def transfers_failed(self, inc: str, gen: int, tokens: list[object]) -> None:
@@ -280,6 +282,10 @@ class TargetSide(Side):
         inc = sender.inc
         if isinstance(message, LinkFailed):
             self.links.peer_failed(inc, message.gen, message.reason)
+            return
+        if isinstance(message, PieceReady | PieceSkip):
+            with self.cond:  # nobody waits for that: waking them for every piece would cost more than the piece
+                self.streams.heard(inc, message)
             return
         with self.cond:
             if isinstance(message, Ready):

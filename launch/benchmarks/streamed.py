@@ -170,7 +170,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--mib", type=int, default=1024, help="size of the streamed sample")
     parser.add_argument("--arena-mib", type=int, default=128, help="receive memory of the stream with pieces")
-    parser.add_argument("--piece-mib", type=int, default=8, help="size of a piece")
+    parser.add_argument("--piece-mib", type=int, default=10, help="size of a piece")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()

@@ -310,7 +310,8 @@ class OwnerDelivery:
             self._lose(sample, sample.stream.error)
         else:
             self._port.tell(inc, StreamOpen(serial, delivery))
-        self.stream_changed(sample.sample_id, sample.stream)
+            self.pieces.announce(sample)
+        self.assign()
 
     def stream_changed(self, sample_id: str, stream: OwnedStream) -> None:
         """A piece was appended to the sample, or its producer closed or failed it."""
@@ -319,8 +320,8 @@ class OwnerDelivery:
             return
         if stream.error and sample.phase is Phase.RESIDENT:
             self._lose(sample, stream.error)
+            self.assign()
         self.pieces.announce(sample)
-        self.assign()
 
     def piece_sent(self, sample_id: str, nbytes: int) -> None:
         """The transfer of a piece has completed on our side."""

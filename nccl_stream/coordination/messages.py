@@ -359,11 +359,14 @@ _KINDS: dict[str, type[Message]] = {
 }  # fmt: skip
 
 
+_FIELDS = {cls: tuple((each.name, str(each.type)) for each in fields(cls)) for cls in _KINDS.values()}
+
+
 def encode_message(message: Message) -> dict[str, Any]:
     """The wire form: ``{"k": kind, field: value, ...}``."""
     wire: dict[str, Any] = {"k": message.KIND}
-    for each in fields(message):
-        wire[each.name] = getattr(message, each.name)
+    for name, _ in _FIELDS[type(message)]:
+        wire[name] = getattr(message, name)
     return wire
 
 
@@ -396,11 +399,11 @@ def decode_message(wire: Any) -> Message:
     if cls is None:
         raise WireFormatError(f"unknown message kind {kind!r:.40}")
     values = {name: value for name, value in wire.items() if name != "k"}
-    names = {each.name for each in fields(cls)}
+    names = {name for name, _ in _FIELDS[cls]}
     if values.keys() != names:
         raise WireFormatError(f"message {kind!r}: fields {sorted(values)} instead of {sorted(names)}")
-    for each in fields(cls):
-        _check_field(kind, each.name, str(each.type), values[each.name])
+    for name, annotation in _FIELDS[cls]:
+        _check_field(kind, name, annotation, values[name])
     if cls is Settle:
         for item in values["items"]:
             _check_settle_item(item)

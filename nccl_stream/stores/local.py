@@ -134,7 +134,9 @@ class LocalFeatureStore(FeatureStore):
     ) -> LocalStreamWriter:
         """Open a sample whose pieces are copied as they come; see :meth:`FeatureStore.open_stream`.
 
-        A retained sample counts with all its pieces towards the caps, once it has outgrown its window.
+        A retained sample counts with all its pieces towards the caps, once it has outgrown its window. The store does
+        not know who will read: a writer whose ref reaches nobody waits until the sample is discarded, or the store
+        closed.
         """
         ref = stream_ref(
             sample_id,

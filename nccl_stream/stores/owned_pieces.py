@@ -45,10 +45,6 @@ class OwnedPiece:
     slot: Slot | None
     checksum: int | None = None
 
-    def wire_buffers(self) -> list[torch.Tensor]:
-        """The messages of the piece, flat bytes in wire order."""
-        return self.layout.wire_buffers(self.buffer)
-
 
 class OwnedPieces:
     """The pieces of one streamed sample of this rank that its consumer has not given back.

@@ -122,6 +122,7 @@ class PieceCount:
     def __init__(self, ref: SampleRef) -> None:
         self._ref = ref
         self._stream = require_stream(ref)
+        self._specs: dict[tuple[bool, int], dict[str, FeatureSpec]] = {}
         self.num_pieces = 0
         self.num_positions = 0
 
@@ -140,7 +141,7 @@ class PieceCount:
         if self.num_positions != self.num_pieces * stream.piece_length:
             raise MisuseError(f"{what}: the piece before was shorter than {stream.piece_length}, so it is the last one")
         check_tensors(sample_id, tensors)
-        expected = piece_specs(self._ref, self.num_pieces, stream.piece_length)
+        expected = self._specs_of(stream.piece_length)
         if tensors.keys() != expected.keys():
             raise MisuseError(f"{what} must have the features {sorted(expected)}, got {sorted(tensors)}")
         length: int | None = None
@@ -150,11 +151,18 @@ class PieceCount:
                 length = tensor.shape[dim]
         if length is None or not 1 <= length <= stream.piece_length:
             raise MisuseError(f"{what} must have 1 to {stream.piece_length} positions, got {length}")
-        for name, spec in piece_specs(self._ref, self.num_pieces, length).items():
+        for name, spec in self._specs_of(length).items():
             found = FeatureSpec.of(tensors[name])
             if found != spec:
                 raise MisuseError(f"{what} with {length} positions: {name!r} must be {spec}, got {found}")
         return length
+
+    def _specs_of(self, length: int) -> dict[str, FeatureSpec]:
+        """What the next piece consists of; nearly all pieces are alike."""
+        key = self.num_pieces == 0, length
+        if key not in self._specs:
+            self._specs[key] = piece_specs(self._ref, self.num_pieces, length)
+        return self._specs[key]
 
     def add(self, length: int) -> tuple[int, int]:
         """Count a checked piece; return its index and the position at which it starts."""

@@ -9,20 +9,21 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 
 from nccl_stream.config import Staging, StreamConfig
-from nccl_stream.device_staging import DeviceCopy, DeviceStager, Stream, is_available
+from nccl_stream.device_staging import DeviceStager, Stream, is_available
 from nccl_stream.errors import ConfigError, DeviceError, MisuseError
+from nccl_stream.staging import StagedCopy, Stager
 from nccl_stream.stores.owned_pieces import OwnedPieces
 from nccl_stream.stores.tensors import copy_tensor
 from nccl_stream.transport.arena import Arena, Slot
 from nccl_stream.transport.bounce import BounceLink
-from nccl_stream.transport.layout import HEADER_BYTES, SlotLayout
+from nccl_stream.transport.layout import SlotLayout
 from nccl_stream.transport.link import HostBytes, Link
 
 __all__ = ["OwnedBytes", "Place", "Placement", "SampleMemory", "make_sample_memory"]
@@ -57,7 +58,7 @@ class OwnedBytes:
     place: Place = "device"
     climbs: bool = False
     nbytes: int = 0
-    copies: tuple[DeviceCopy, ...] = ()
+    copies: tuple[StagedCopy, ...] = ()
     checksum: int | None = None
 
     def features(self) -> dict[str, torch.Tensor]:
@@ -144,8 +145,8 @@ class SampleMemory:
         device_arena: Arena | None = None,
         host_arena: Arena | None = None,
         device_bytes: int = 0,
-        down: DeviceStager | None = None,
-        up: DeviceStager | None = None,
+        down: Stager | DeviceStager | None = None,
+        up: Stager | DeviceStager | None = None,
         chunk_bytes: int = 0,
         current_stream: Callable[[], Stream] | None = None,
     ) -> None:
@@ -283,7 +284,7 @@ class SampleMemory:
 
     def _bring_to_host(
         self,
-        stager: DeviceStager,
+        stager: Stager | DeviceStager,
         sample_id: str,
         layout: SlotLayout,
         tensors: Mapping[str, torch.Tensor],
@@ -301,24 +302,21 @@ class SampleMemory:
         return owned
 
     def _copy_down(
-        self, stager: DeviceStager, owned: OwnedBytes, tensors: Mapping[str, torch.Tensor], *, donate: bool
+        self, stager: Stager | DeviceStager, owned: OwnedBytes, tensors: Mapping[str, torch.Tensor], *, donate: bool
     ) -> None:
         """Queue the copies of a sample, and note each in ``owned`` as soon as it is under way."""
         layout, stream = owned.layout, self._current_stream()
-        small = {name: tensor for name, tensor in tensors.items() if name not in layout.large}
-        if layout.packed_bytes > HEADER_BYTES:
+        here = {name for name, tensor in tensors.items() if tensor.device == self._device}
+        # What is on the host already goes into its place at once. By way of the device it would wait for it.
+        layout.pack({name: tensors[name] for name in tensors.keys() - here}, owned.buffer)
+        small = here - set(layout.large)
+        if small:
             packed = torch.empty(layout.packed_bytes, dtype=torch.uint8, device=self._device)
-            layout.pack(small, packed)
-            # Not the header: the target writes that into the slot when it sends.
-            copy = stager.copy(
-                owned.buffer[HEADER_BYTES : layout.packed_bytes], packed[HEADER_BYTES:], after=stream, before=None
-            )
-            owned.copies += (copy,)
-        for name in layout.large:
+            layout.pack({name: tensors[name] for name in small}, packed)
+            for start, end in _small_ranges(layout, small):
+                owned.copies += (stager.copy(owned.buffer[start:end], packed[start:end], after=stream),)
+        for name in here & set(layout.large):
             tensor = tensors[name]
-            if tensor.device != self._device:
-                layout.pack({name: tensor}, owned.buffer)
-                continue
             stays = self._lies_here(tensor)
             flat = (tensor.detach() if stays else copy_tensor(tensor)).view(-1).view(torch.uint8)
             offset = layout.offsets[name]
@@ -340,6 +338,20 @@ class SampleMemory:
             return
         with self._lock:
             self._unwritten.append(owned)
+
+
+def _small_ranges(layout: SlotLayout, names: Set[str]) -> list[tuple[int, int]]:
+    """``(start, end)`` of where these small features lie in a slot, neighbours as one range, nothing else in them."""
+    ranges: list[tuple[int, int]] = []
+    follows = False
+    for name, spec in layout.specs.items():  # small features lie in this order, from the header on
+        if name in layout.large:
+            continue
+        start = layout.offsets[name]
+        if name in names:
+            ranges.append((ranges.pop()[0] if follows else start, start + spec.nbytes))
+        follows = name in names
+    return ranges
 
 
 def _settle(owned: OwnedBytes) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+import torch
+
 from nccl_stream.refs import FeatureSpec, SampleRef
 from nccl_stream.stores.pieces import piece_specs, require_stream
 from nccl_stream.transport.layout import SlotLayout
@@ -27,12 +29,28 @@ class WindowLayout:
         self._ref = ref
         self._layout_of = layout_of
         self._stream = require_stream(ref)
+        self._layouts: dict[tuple[bool, int], SlotLayout] = {}
         self.total_bytes = self.slot_bytes(0) + (self._stream.window - 1) * self.slot_bytes(1)
 
     def layout(self, index: int, length: int) -> SlotLayout:
         """The layout of a piece with ``length`` positions."""
-        return self._layout_of(piece_specs(self._ref, index, length))
+        key = index == 0, length
+        if key not in self._layouts:  # two at most are needed again and again: the first piece's and the others'
+            self._layouts[key] = self._layout_of(piece_specs(self._ref, index, length))
+        return self._layouts[key]
 
     def slot_bytes(self, index: int) -> int:
         """Memory that a piece gets, whatever its length."""
         return self.layout(min(index, 1), self._stream.piece_length).total_bytes
+
+    def wire_buffers(self, index: int, length: int, slot: torch.Tensor) -> list[torch.Tensor]:
+        """The messages of a piece, as flat byte views of its memory; nothing is copied.
+
+        A piece lies in one go on both ends, and nothing of it was donated. So it travels as it lies, gaps included: an
+        operation of its own for its header and small features would cost more than they do.
+        """
+        layout = self.layout(index, length)
+        return [
+            slot[start : min(start + layout.chunk_bytes, layout.total_bytes)]
+            for start in range(0, layout.total_bytes, layout.chunk_bytes)
+        ]

@@ -3,32 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 
-from nccl_stream.device_staging import DeviceCopy, Stream
+from nccl_stream.device_staging import DeviceStager, Stream
 from nccl_stream.errors import LinkError
+from nccl_stream.staging import Stager
 from nccl_stream.transport.link import HostBytes, Link, Transfer
 
 __all__ = ["BounceLink"]
 
 COPY_TIMEOUT_S = 10.0  # for a chunk that takes under a millisecond
-
-
-class Lifter(Protocol):
-    """What is needed of a ``DeviceStager``."""
-
-    def copy(
-        self,
-        destination: torch.Tensor,
-        source: torch.Tensor,
-        *,
-        after: Stream | None = None,
-        before: Stream | None = None,
-        behind: Sequence[DeviceCopy] = (),
-    ) -> DeviceCopy: ...
 
 
 class BounceLink(Link):
@@ -44,7 +29,7 @@ class BounceLink(Link):
         chunk_bytes: the longest message.
     """
 
-    def __init__(self, link: Link, stager: Lifter, *, chunk_bytes: int) -> None:
+    def __init__(self, link: Link, stager: Stager | DeviceStager, *, chunk_bytes: int) -> None:
         self.device = link.device
         self.peer = link.peer
         self.max_inflight_ops = link.max_inflight_ops

@@ -8,6 +8,7 @@ that travels together: a sample of a thousand scalars costs one message, not a t
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
@@ -39,6 +40,16 @@ def _round_up(nbytes: int) -> int:
 def _cut(start: int, stop: int, chunk_bytes: int) -> Iterator[tuple[int, int]]:
     for offset in range(start, stop, chunk_bytes):
         yield offset, min(chunk_bytes, stop - offset)
+
+
+@lru_cache(maxsize=64)
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+
+
+def _aside(device: torch.device) -> AbstractContextManager[object]:
+    """For the few bytes of a header: on the current stream they would wait for what the trainer has queued there."""
+    return torch.cuda.stream(_side_stream(device)) if device.type == "cuda" else nullcontext()
 
 
 def _plain(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -144,7 +155,7 @@ class SlotLayout:
         return slot.is_cpu or (slot.is_cuda and is_available() and tensor.dim() < MAX_DIMS)
 
     def write_header(self, slot: torch.Tensor, header: bytes) -> None:
-        """Writes up to ``MAX_HEADER_BYTES`` bytes of header, padded with zeros.
+        """Writes up to ``MAX_HEADER_BYTES`` bytes of header, padded with zeros. Waits for no stream that uses the slot.
 
         Raises:
             MisuseError: the header is too long or the slot too small.
@@ -153,16 +164,18 @@ class SlotLayout:
             raise MisuseError(f"a slot header holds {MAX_HEADER_BYTES} bytes, got {len(header)}")
         self._check_slot(slot, HEADER_BYTES)
         raw = len(header).to_bytes(_LENGTH_BYTES, "little") + header
-        slot[:HEADER_BYTES].copy_(torch.frombuffer(bytearray(raw.ljust(HEADER_BYTES, b"\0")), dtype=torch.uint8))
+        with _aside(slot.device):
+            slot[:HEADER_BYTES].copy_(torch.frombuffer(bytearray(raw.ljust(HEADER_BYTES, b"\0")), dtype=torch.uint8))
 
     def read_header(self, slot: torch.Tensor) -> bytes:
-        """The header that the sender wrote. On a GPU this waits for the current stream.
+        """The header that the sender wrote. The slot must have been received: no stream is waited for.
 
         Raises:
             WireFormatError: the length field is impossible: these bytes were not written as a header.
         """
         self._check_slot(slot, HEADER_BYTES)
-        raw = bytes(slot[:HEADER_BYTES].cpu().numpy())
+        with _aside(slot.device):
+            raw = bytes(slot[:HEADER_BYTES].cpu().numpy())
         length = int.from_bytes(raw[:_LENGTH_BYTES], "little")
         if length > MAX_HEADER_BYTES:
             raise WireFormatError(f"slot header claims {length} bytes, at most {MAX_HEADER_BYTES} are possible")

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from nccl_stream.device_staging import DeviceCopy
 from nccl_stream.errors import LinkError, LinkTimeoutError, MisuseError
+from nccl_stream.staging import StagedCopy
 
 __all__ = ["RECEIVER", "SENDER", "HostBytes", "Link", "Transfer", "link_error", "warm_up"]
 
@@ -29,7 +29,7 @@ class HostBytes:
     """
 
     data: torch.Tensor
-    behind: tuple[DeviceCopy, ...] = ()
+    behind: tuple[StagedCopy, ...] = ()
 
 
 class Transfer(ABC):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -28,37 +31,95 @@ def name() -> Iterator[str]:
     assert not list(Path("/dev/shm").glob(f"*{name}*"))
 
 
-_started: list[subprocess.Popen[str]] = []
+# Importing torch takes seconds, so one process does it, and each process that a test needs is forked from that one: it
+# connects to the socket that it is told, has its input and output there, and runs its script.
+NURSERY = """
+import json, os, signal, socket, sys, traceback
+import nccl_stream.staging
+from nccl_stream import _core
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+for line in sys.stdin:
+    order = json.loads(line)
+    if os.fork():
+        continue
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(order["socket"])
+    os.dup2(connection.fileno(), 0)
+    os.dup2(connection.fileno(), 1)
+    connection.close()
+    sys.stdin, sys.stdout = os.fdopen(0, "r", closefd=False), os.fdopen(1, "w", closefd=False)
+    sys.argv = ["-c", *order["arguments"]]
+    if order["core"] == "python":
+        _core.native = None
+    print(os.getpid(), flush=True)
+    break
+else:
+    os._exit(0)
+exec(order["script"])
+print("done", flush=True)
+"""
 
 
-@pytest.fixture(autouse=True)
-def _no_process_is_left() -> Iterator[None]:
-    yield
-    while _started:
-        process = _started.pop()
+class Process:
+    """A process that runs a script, with its input and output."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._lines = connection.makefile("r")
+        self._pid = int(self.line())
+
+    def line(self) -> str:
+        return self._lines.readline().strip()
+
+    def finish(self) -> str:
+        """Ends its input, and waits for its end; the last line of its output, "done" where the script ran through."""
+        self._connection.shutdown(socket.SHUT_WR)
+        return self._lines.read().strip().rpartition("\n")[2]
+
+    def kill(self) -> None:
+        if self._lines.closed:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._pid, signal.SIGKILL)
+        self._lines.read()
+        self._lines.close()
+        self._connection.close()
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[subprocess.Popen[str]]:
+    with subprocess.Popen([sys.executable, "-c", NURSERY], stdin=subprocess.PIPE, text=True) as process:
+        yield process
+
+
+Start = Callable[..., Process]
+
+
+@pytest.fixture
+def start(nursery: subprocess.Popen[str], core: str, tmp_path: Path) -> Iterator[Start]:
+    """Starts a process that runs a script over the core under test; what follows the script is its ``sys.argv``."""
+    started: list[Process] = []
+    address = str(tmp_path / "s")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address)
+        listener.listen()
+        listener.settimeout(TIMEOUT_S)
+
+        def start(script: str, *arguments: str) -> Process:
+            whole = "from nccl_stream.staging import *\n" + textwrap.dedent(script)
+            order = {"socket": address, "arguments": arguments, "core": core, "script": whole}
+            assert nursery.stdin is not None
+            nursery.stdin.write(json.dumps(order) + "\n")
+            nursery.stdin.flush()
+            connection, _ = listener.accept()
+            connection.settimeout(TIMEOUT_S)
+            started.append(Process(connection))
+            return started[-1]
+
+        yield start
+    for process in started:
         process.kill()
-        process.communicate(timeout=TIMEOUT_S)
-
-
-def start(script: str, *arguments: str, core: str) -> subprocess.Popen[str]:
-    """A real process that prints a line when it is ready and then reads its input to the end."""
-    head = "import os, sys\nfrom nccl_stream import _core\n" + ("_core.native = None\n" if core == "python" else "")
-    body = "from nccl_stream.staging import *\n" + textwrap.dedent(script)
-    process = subprocess.Popen(
-        [sys.executable, "-c", head + body, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    _started.append(process)
-    return process
-
-
-def line_of(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
-    return process.stdout.readline().strip()
-
-
-def finish(process: subprocess.Popen[str]) -> int:
-    process.communicate(timeout=TIMEOUT_S)
-    return process.returncode
 
 
 CREATOR = """
@@ -71,7 +132,7 @@ CREATOR = """
 """
 
 
-def test_open_shared_sees_what_the_other_process_writes_and_the_other_way_round(name: str, core: str) -> None:
+def test_open_shared_sees_what_the_other_process_writes_and_the_other_way_round(name: str, start: Start) -> None:
     with PinnedPool(3 << 20, shared_memory=name) as pool:
         pool.reserve(4096)
         slot = pool.reserve(1 << 20)
@@ -85,39 +146,37 @@ def test_open_shared_sees_what_the_other_process_writes_and_the_other_way_round(
             memory[start:stop].fill_(5)
             """,
             *(name, str(slot.offset), str(slot.offset + slot.nbytes)),
-            core=core,
         )
-        assert line_of(reader) == f"{3 << 20} {expected}"
-        assert finish(reader) == 0
+        assert reader.line() == f"{3 << 20} {expected}"
+        assert reader.finish() == "done"
         assert slot.buffer.eq(5).all()
 
 
-def test_open_shared_memory_outlives_its_creator(name: str, core: str) -> None:
-    creator = start(CREATOR, name, core=core)
-    offset = int(line_of(creator).split()[1])
+def test_open_shared_memory_outlives_its_creator(name: str, start: Start) -> None:
+    creator = start(CREATOR, name)
+    offset = int(creator.line().split()[1])
     memory = open_shared(name)
-    assert finish(creator) == 0
+    assert creator.finish() == "done"
     assert memory[offset : offset + 100_000].eq(9).all()
     with pytest.raises(MisuseError, match=name):
         open_shared(name)
 
 
-def test_create_under_a_living_name_is_misuse_and_leaves_it_alone(name: str, core: str) -> None:
-    creator = start(CREATOR, name, core=core)
-    line_of(creator)
+def test_create_under_a_living_name_is_misuse_and_leaves_it_alone(name: str, start: Start) -> None:
+    creator = start(CREATOR, name)
+    creator.line()
     with pytest.raises(MisuseError, match="living process"):
         PinnedPool(1 << 20, shared_memory=name)
     assert name not in remove_abandoned("test-")
     assert open_shared(name).numel() == 1 << 20
-    assert finish(creator) == 0
+    assert creator.finish() == "done"
 
 
 @pytest.mark.parametrize("how", ["create", "sweep"])
-def test_name_left_by_a_killed_process_is_taken_over(name: str, how: str, core: str) -> None:
-    creator = start(CREATOR, name, core=core)
-    line_of(creator)
-    creator.send_signal(signal.SIGKILL)
-    finish(creator)
+def test_name_left_by_a_killed_process_is_taken_over(name: str, how: str, start: Start) -> None:
+    creator = start(CREATOR, name)
+    creator.line()
+    creator.kill()
     assert open_shared(name).numel() == 1 << 20  # what it left is still there
     if how == "sweep":
         assert name in remove_abandoned("test-")
@@ -128,11 +187,10 @@ def test_name_left_by_a_killed_process_is_taken_over(name: str, how: str, core: 
             assert not pool.reserve(1 << 19).buffer.any()
 
 
-def test_creators_racing_for_one_abandoned_name_only_one_gets_it(name: str, core: str) -> None:
-    first = start(CREATOR, name, core=core)
-    line_of(first)
+def test_creators_racing_for_one_abandoned_name_only_one_gets_it(name: str, start: Start) -> None:
+    first = start(CREATOR, name)
+    first.line()
     first.kill()
-    finish(first)
     racers = start(
         """
         gate, go = os.pipe()
@@ -153,14 +211,13 @@ def test_creators_racing_for_one_abandoned_name_only_one_gets_it(name: str, core
             os.wait()
         """,
         name,
-        core=core,
     )
-    assert sorted(line_of(racers) for _ in range(4)) == ["MisuseError"] * 3 + ["won"]
+    assert sorted(racers.line() for _ in range(4)) == ["MisuseError"] * 3 + ["won"]
     assert open_shared(name).numel() == 1 << 20
-    assert finish(racers) == 0
+    assert racers.finish() == "done"
 
 
-def test_forked_child_that_ends_leaves_the_name_to_its_parent(name: str, core: str) -> None:
+def test_forked_child_that_ends_leaves_the_name_to_its_parent(name: str, start: Start) -> None:
     parent = start(
         """
         pool = PinnedPool(1 << 20, shared_memory=sys.argv[1])
@@ -174,10 +231,16 @@ def test_forked_child_that_ends_leaves_the_name_to_its_parent(name: str, core: s
         pool.close()
         """,
         name,
-        core=core,
     )
-    assert line_of(parent) == str(1 << 20)
-    assert finish(parent) == 0
+    assert parent.line() == str(1 << 20)
+    assert parent.finish() == "done"
+
+
+def test_pool_that_is_never_closed_takes_its_name_away_at_exit(name: str, start: Start) -> None:
+    process = start("pool = PinnedPool(1 << 20, shared_memory=sys.argv[1])", name)
+    assert process.finish() == "done"
+    with pytest.raises(MisuseError):
+        open_shared(name)
 
 
 def test_create_more_than_the_file_system_has_is_a_capacity_error_and_leaves_nothing(name: str) -> None:

@@ -287,9 +287,7 @@ class StreamedWorld(World):
             layout = windows.layout(token.index, token.length)
             name = self.rng.choice(sorted(layout.specs))
             place = layout.offsets[name] + self.rng.randrange(layout.specs[name].nbytes)
-            for (start, nbytes), buffer in zip(layout.chunks, buffers, strict=True):
-                if start <= place < start + nbytes:
-                    buffer[place - start] ^= 1 << self.rng.randrange(8)
+            buffers[place // layout.chunk_bytes][place % layout.chunk_bytes] ^= 1 << self.rng.randrange(8)
 
     def largest_sample(self):
         return max(super().largest_sample(), self.window_bytes)

@@ -16,7 +16,8 @@ from nccl_stream.config import StreamConfig
 from nccl_stream.device_staging import DeviceStager
 from nccl_stream.errors import ConfigError, DeviceError, MisuseError
 from nccl_stream.refs import FeatureSpec
-from nccl_stream.stores.staged import Placement, SampleMemory, make_sample_memory
+from nccl_stream.staging import Stager, open_stager
+from nccl_stream.stores.staged import Placement, SampleMemory, _small_ranges, make_sample_memory
 from nccl_stream.transport.arena import Arena
 from nccl_stream.transport.layout import HEADER_BYTES, SMALL_BYTES, SlotLayout
 
@@ -205,6 +206,23 @@ def test_copy_that_fails_on_its_way_is_an_error_of_whoever_reads_it_and_keeps_it
     assert machine.memory.used_bytes == {"device": 0, "host": 0}
 
 
+@given(
+    sizes=st.lists(st.sampled_from([0, 1, 100, 256, 300, SMALL_BYTES]), max_size=9), chosen=st.sets(st.integers(0, 8))
+)
+@QUICK
+def test_ranges_of_small_features_hold_them_and_nobody_else(sizes, chosen):
+    specs = {str(n): FeatureSpec((size,), torch.uint8) for n, size in enumerate(sizes)}
+    layout = SlotLayout.from_specs(specs, chunk_bytes=CHUNK)
+    names = {str(n) for n in chosen} & (specs.keys() - set(layout.large))
+    covered = bytearray(layout.total_bytes)
+    for start, end in _small_ranges(layout, names):
+        assert HEADER_BYTES <= start <= end
+        covered[start:end] = b"x" * (end - start)
+    for name, spec in specs.items():
+        offset = layout.offsets[name]
+        assert covered[offset : offset + spec.nbytes] == (b"x" if name in names else b"\0") * spec.nbytes
+
+
 def test_header_is_not_touched_by_the_copy_of_the_features():
     machine = Machine("pinned")
     owned = machine.put("s", {"x": torch.arange(100)})
@@ -226,6 +244,34 @@ def test_memory_of_a_cpu_rank_sends_straight_from_where_it_lies(staging):
     assert memory.reachable_by(link) is link
     memory.free(owned)
     assert memory.close(1.0)
+
+
+@pytest.mark.parametrize("staging", ["pinned", "auto"])
+def test_host_to_host_stagers_bring_samples_up_and_down(staging):
+    """The interface that the CPU has in the place of a GPU's."""
+    down, up = open_stager("cpu"), open_stager("cpu")
+    memory = SampleMemory(
+        CPU,
+        staging=staging,
+        host_arena=Arena(4 * LARGEST),
+        down=down,
+        up=up,
+        chunk_bytes=CHUNK,
+        current_stream=lambda: None,
+    )
+    tensors = sample(random.Random(3))
+    layout = SlotLayout.from_specs({n: FeatureSpec.of(t) for n, t in tensors.items()}, chunk_bytes=CHUNK)
+    owned = memory.store("s", layout, tensors, donate=False)
+    assert owned.place == "host"
+    assert owned.is_written()
+    assert same(owned.features(), tensors)
+    memory.free(owned)
+    assert owned.slot.is_returned
+    assert memory.close(1.0)
+    with pytest.raises(ConfigError, match="no stager for cuda:0"):
+        open_stager("cuda:0")
+    with pytest.raises(ConfigError, match="open_stager"):
+        Stager("cuda:0")
 
 
 def test_policies_that_cannot_be_are_refused():

@@ -11,6 +11,7 @@ from nccl_stream import device_staging
 from nccl_stream.device_staging import DeviceStager
 from nccl_stream.errors import DeviceError, LinkError, MisuseError
 from nccl_stream.refs import FeatureSpec
+from nccl_stream.staging import open_stager
 from nccl_stream.stores.staged import SampleMemory
 from nccl_stream.testing.link_suite import WAIT_S, LinkConformance, Recorder
 from nccl_stream.testing.nccl_double import connected_links
@@ -55,6 +56,18 @@ class TestBounceLinkAroundPlainTensors(LinkConformance):
     def pair(self):
         sender, receiver, fabric = connected_links()
         yield BounceLink(sender, None, chunk_bytes=CHUNK), receiver
+        assert fabric.misuse == []
+        sender.abort()
+        receiver.abort()
+
+
+class TestBounceLinkFromHostToHost(LinkConformance):
+    """With the stager that a machine without a GPU has."""
+
+    @pytest.fixture
+    def pair(self):
+        sender, receiver, fabric = connected_links()
+        yield FromTheHost(sender, open_stager("cpu"), chunk_bytes=8 << 20), receiver
         assert fabric.misuse == []
         sender.abort()
         receiver.abort()

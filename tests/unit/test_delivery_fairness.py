@@ -41,3 +41,21 @@ def test_two_owners_with_odd_counts_fill_the_last_round_together() -> None:
 
 def test_an_owner_gives_in_turns_from_the_draft_it_prefers() -> None:
     assert deal(2, 6, num_drafts=3) == ["d2", "d0", "d1", "d2", "d0", "d1"]
+
+
+def test_sample_that_died_before_anybody_was_handed_it_takes_no_place_in_a_round() -> None:
+    for outcome, expected in (("corrupt", "d1"), ("fail", "d0")):
+        port = Recorder()
+        owner = OwnerDelivery(port, num_drafts=2, static=False, window=8, max_failures=0, abreast=1, prefer=0)
+        for rank in range(2):
+            owner.draft_joined(f"d{rank}", rank)
+            owner.link_up(f"d{rank}", 1)
+        for i in range(2):
+            owner.offer(f"s{i}", {}, 1, i)
+            owner.ready(f"d{i}", 1, 0, 0)
+            owner.sent(f"d{i}", 1, 0, f"s{i}", 1)
+        owner.settle("d0", [["s0", 0, "ack", 0, ""]])
+        owner.settle("d1", [["s1", 0, outcome, 1, "bad"]])
+        assert owner.books.dead == 1
+        owner.offer("s2", {}, 1, 2)
+        assert port.given == ["d0", "d1", expected]

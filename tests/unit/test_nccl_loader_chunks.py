@@ -6,6 +6,7 @@ import gc
 import threading
 import time
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 import torch
@@ -34,8 +35,8 @@ CONFIG = StreamConfig(
 
 
 class World:
-    def __init__(self) -> None:
-        self.target, self.draft, self.server = open_pair(CONFIG)
+    def __init__(self, config: StreamConfig = CONFIG) -> None:
+        self.target, self.draft, self.server = open_pair(config)
         self.threads: list[threading.Thread] = []
         self.errors: list[BaseException] = []
         self.lost: list[str] = []
@@ -90,10 +91,21 @@ class World:
 
 
 @pytest.fixture
-def world():
-    world = World()
-    yield world
-    world.close()
+def make_world():
+    worlds = []
+
+    def make(config=CONFIG):
+        worlds.append(World(config))
+        return worlds[-1]
+
+    yield make
+    for world in worlds:
+        world.close()
+
+
+@pytest.fixture
+def world(make_world):
+    return make_world()
 
 
 def check(batch, whole):
@@ -122,6 +134,33 @@ def test_chunks_come_through_and_samples_are_acked_after_their_last(world):
     del batch
     world.books(put=4, acked=4)
     assert world.target.statistics()["redelivered"] == 0
+
+
+@pytest.mark.parametrize("end", ["pad", "drop"])
+def test_rounds_count_samples_and_end_with_final_chunks(make_world, end):
+    world = make_world(replace(CONFIG, end=end, accumulation=2, arena_bytes=16 * MIB))
+    for number in range(3):
+        world.produce(f"s{number}", 4 * PIECE)
+    world.target.queue.close()
+    loader = world.loader(ack="step")
+    finals, seen = 0, []
+    for batch in loader:
+        finals += batch.is_final
+        assert loader.at_round_end == (batch.is_final and finals % 2 == 0)
+        seen.append((batch.sample_ids, batch.start_offset, bool(batch.loss_mask.any())))
+        if loader.at_round_end:
+            loader.step()
+    del batch
+    two_chunks = [(offset, True) for offset in (0, 1)]
+    assert [place for _, *place in seen[:4]] == [list(place) for place in two_chunks * 2]
+    if end == "pad":
+        # The third sample, and a batch of no effect that is as long as a piece.
+        assert [(offset, effect) for _, offset, effect in seen[4:]] == [*two_chunks, (0, False)]
+        assert seen[-1][0] == ()
+        world.books(put=3, acked=3)
+    else:
+        assert len(seen) == 4
+        world.books(put=3, acked=2, dropped=1)
 
 
 def test_samples_without_a_policy_come_whole(world):
