@@ -21,7 +21,7 @@ STREAMS = {
     "window": st.integers(1, 4),
     "pieces": st.integers(0, 9),
 }
-SOME = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+SOME = settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @pytest.fixture(autouse=True, scope="module")
