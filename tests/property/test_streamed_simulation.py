@@ -38,7 +38,8 @@ def simulate(**kwargs):
     trained = world.finish()
     for target in world.survivors("target"):
         if target.side.delivery.all_settled:
-            assert target.arena.free_bytes == target.arena.capacity_bytes, target.arena.holders()
+            arena = target.store.memory.pieces_arena
+            assert arena.free_bytes == arena.capacity_bytes, arena.holders()
     return world, trained
 
 
