@@ -107,6 +107,10 @@ class IncomingStreams:
         """Memory for the next announced piece."""
         window: _Window = stream.window
         index = stream.queue[0].index
+        if index == 0 and window.ring.free_bytes < window.ring.capacity_bytes:
+            # A lost link still writes. The first piece is larger, and must lie at the head: elsewhere it would cut what
+            # is left so that not all others fit.
+            return None
         return window.ring.reserve(
             window.layout.slot_bytes(index), f"piece {index} of {stream.delivery.sample_id} of {stream.delivery.owner}"
         )
