@@ -54,6 +54,8 @@ class Transfer(ABC):
     def done(self) -> bool:
         """Whether the message has finished, without blocking. Only meaningful if the link is ``pollable``.
 
+        On a GPU: whether the device has, so that work queued on any stream from now on finds the bytes in place.
+
         Raises:
             LinkError: the link failed or was aborted.
         """
