@@ -117,6 +117,19 @@ class Link(ABC):
     def close(self) -> None:
         """Ends a link that has no unfinished transfers and gives its resources back. Idempotent."""
 
+    def wait_closed(self, timeout: float) -> bool:
+        """Blocks until what :meth:`abort` or :meth:`close` left to be done in the background is done.
+
+        A process that ends meanwhile may crash in the transport's library.
+
+        Args:
+            timeout: seconds.
+
+        Returns:
+            Whether it is done; also True for a link that leaves nothing, or that is not over.
+        """
+        return True
+
     def watch(self) -> str:
         """Blocks until the link is over, whoever ended it, and returns why. Only for links that are not pollable.
 

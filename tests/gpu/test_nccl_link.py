@@ -73,6 +73,7 @@ def loopback(server):
     link = NcclLink(group, 0, device=device, peer="itself")
     yield link
     link.abort()
+    link.wait_closed(WAIT_S)
 
 
 class TestOneRankToItself:
