@@ -243,7 +243,6 @@ class DraftSide(Side):
         )
         verify, fault = self.config.verify_checksums, ""
         try:
-            token.slot.record_ready(self.links.stream(token.owner, token.gen))
             header = layout.read_header(token.slot.buffer)
             checksum = check_header(header, expected, f"sample {token.sample_id!r}", checksummed=verify)
             if checksum is not None:
