@@ -211,7 +211,6 @@ class IncomingStreams:
         ok, verify = True, self.side.config.verify_checksums
         what = f"piece {piece.index} of sample {delivery.sample_id!r}"
         try:
-            piece.slot.record_ready(self._links.stream(delivery.owner, piece.gen))
             checksum = check_header(layout.read_header(piece.slot.buffer), expected, what, checksummed=verify)
             if checksum is not None and checksum_of(layout.views(piece.slot.buffer).values()) != checksum:
                 raise ChecksumError(f"{what} from {delivery.owner} did not arrive as it was sent")
@@ -261,7 +260,7 @@ class IncomingStreams:
         window = self._window(piece)
         if self._store.device.type == "cuda":
             current = torch.cuda.current_stream(self._store.device)
-            piece.slot.wait_ready(current)
+            piece.slot.record_release(current)
             window.slot.record_release(current)
         return window.layout.layout(piece.index, piece.length).views(piece.slot.export())
 

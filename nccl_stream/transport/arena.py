@@ -142,7 +142,6 @@ class Slot:
         self._arena = arena
         self._start = start
         self._pending = pending
-        self._ready: Event | None = None
         self._streams: list[Any] = []
         self._handles = 0
         self._transfers = 0
@@ -235,23 +234,10 @@ class Slot:
         with self._arena._locked():
             return self._was_exported
 
-    def record_ready(self, stream: Stream | None) -> None:
-        """Marks the point on ``stream`` after which the received data is in place. Nothing to do on the CPU."""
-        if stream is not None and (event := self._arena._new_event()) is not None:
-            event.record(stream)
-            self._ready = event
-
-    def wait_ready(self, stream: Stream | None) -> None:
-        """Makes ``stream`` wait for the data, and remembers it as one that reads the slot. Never blocks the host."""
-        if stream is None:
-            return
-        self.record_release(stream)
-        if self._ready is not None:
-            stream.wait_event(self._ready)
-
     def record_release(self, stream: Stream | None) -> None:
-        """Remembers ``stream`` as one that may still have queued work on the slot.
+        """Remembers ``stream`` as one that reads the slot, with work that may still be queued. None on the CPU.
 
+        What was received needs no waiting for: a transfer is over when the device has finished it.
         The event that the next receive waits for is recorded when the slot returns, so it covers also what a view that
         outlived the handle still queued there.
         """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -14,7 +15,10 @@ from nccl_stream.transport.link import Link
 
 __all__ = ["Channel", "TransferEngine"]
 
+logger = logging.getLogger(__name__)
+
 _MIN_POLL_S, _MAX_POLL_S = 50e-6, 1e-3  # between two looks at unfinished transfers; 4 MiB take 100 us on NVLink
+_FLUSH_GRACE_S = 1.0  # for links to give their resources back, once their transfers are over
 _ABORT_GRACE_S = 1.0  # kept of close()'s timeout for ending what did not end by itself
 
 
@@ -143,6 +147,10 @@ class TransferEngine:
             if not channel.has_ended:
                 channel.abort()
         self._await(channels, threads, end)
+        end = min(end, time.monotonic() + _FLUSH_GRACE_S)
+        for channel in channels:
+            if channel.has_ended and not channel.wait_closed(max(0.0, end - time.monotonic())):
+                logger.warning("the link to %s is still being closed", channel.peer)
         return [thread.name for thread, served in threads if self._must_join(thread, served)]
 
     def _await(

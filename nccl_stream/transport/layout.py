@@ -145,7 +145,8 @@ class SlotLayout:
                 continue
             carrier = _CARRIERS[spec.dtype.itemsize]
             target = slot[offset : offset + spec.nbytes].view(carrier).view(spec.shape)
-            target.copy_(plain[name].view(carrier))
+            with torch.inference_mode():  # the slot may have been made in that mode, by another thread
+                target.copy_(plain[name].view(carrier))
 
     @staticmethod
     def _goes_together(tensor: torch.Tensor, slot: torch.Tensor) -> bool:
@@ -164,7 +165,7 @@ class SlotLayout:
             raise MisuseError(f"a slot header holds {MAX_HEADER_BYTES} bytes, got {len(header)}")
         self._check_slot(slot, HEADER_BYTES)
         raw = len(header).to_bytes(_LENGTH_BYTES, "little") + header
-        with _aside(slot.device):
+        with torch.inference_mode(), _aside(slot.device):  # in which the slot may have been made, by another thread
             slot[:HEADER_BYTES].copy_(torch.frombuffer(bytearray(raw.ljust(HEADER_BYTES, b"\0")), dtype=torch.uint8))
 
     def read_header(self, slot: torch.Tensor) -> bytes:

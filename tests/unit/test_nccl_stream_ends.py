@@ -203,8 +203,9 @@ def test_append_to_a_full_window_that_nobody_queues_is_misuse() -> None:
             writer.append(cut(whole, PIECE, 2 * PIECE))
         assert store.discard(writer.ref)
         assert store.health().resident_bytes == 0
-        assert store._arena is not None
-        assert store._arena.free_bytes == store._arena.capacity_bytes
+        arena = store.memory.pieces_arena
+        assert arena is not None
+        assert arena.free_bytes == arena.capacity_bytes
 
 
 def test_window_of_very_small_pieces_is_refused_for_its_headers() -> None:
