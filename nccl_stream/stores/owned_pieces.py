@@ -51,13 +51,6 @@ class OwnedPiece:
     checksum: int | None = None
     num_sends: int = 0
 
-    def copy(self) -> OwnedPiece:
-        """The same piece in memory of its own, on a GPU once the copy is in place."""
-        buffer = self.buffer[: self.layout.total_bytes].clone()
-        if buffer.device.type == "cuda":
-            torch.cuda.current_stream(buffer.device).synchronize()
-        return OwnedPiece(self.layout, buffer, None, self.checksum)
-
 
 class OwnedPieces:
     """The pieces of one streamed sample of this rank that its consumer has not given back.
