@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nccl_stream.coordination.delivery import OwnerDelivery
-from nccl_stream.coordination.messages import Announce, Message, PieceReady, Progress
+from nccl_stream.coordination.messages import Announce, AnnouncePiece, Message, PieceReady, Progress
 from nccl_stream.coordination.owned import OwnedSample
 from nccl_stream.coordination.stream_owner import OwnedStream
 from nccl_stream.wire_header import check_header, make_piece_header
@@ -18,16 +18,21 @@ from tests.property.streamed_world import PIECE, SPECS, Streamed, StreamedWorld
 class Recorder:
     def __init__(self) -> None:
         self.given: list[str] = []
+        self.pieces: list[int] = []
+        self.gone = 0
 
     def tell(self, draft: str, message: Message) -> None:
         if isinstance(message, Announce):
             self.given.append(draft)
+        elif isinstance(message, AnnouncePiece):
+            self.pieces.append(message.piece)
 
     def transmit(self, draft: str, gen: int, seq: int, sample: OwnedSample) -> None: ...
 
     def transmit_piece(self, draft: str, gen: int, turn: int, sample: OwnedSample, piece: int) -> None: ...
 
-    def pieces_gone(self, sample: OwnedSample, count: int) -> None: ...
+    def pieces_gone(self, sample: OwnedSample, count: int) -> None:
+        self.gone = count
 
     def settled(self, sample: OwnedSample) -> None: ...
 
@@ -117,3 +122,31 @@ def test_complete_sample_that_is_discarded_before_it_was_queued_is_forgotten() -
     assert target.store.discard(writer.ref)
     target.side.streams.tick()
     assert not target.side.streams._samples
+
+
+def test_draft_that_gives_back_what_was_not_sent_is_not_believed() -> None:
+    """Its receive may be posted, and then the bytes must follow."""
+    owner, port = make_owner()
+    stream = OwnedStream(window=2, lengths=[8, 8])
+    owner.offer("s", {}, 1, 0, stream)
+    owner.admitted("d0", 1, 0, 0, 0)
+    owner.pieces.ready("d0", PieceReady(1, 0, 0, 0, 0))
+    owner.pieces.progress("d0", Progress(0, 0, 0, 2, 2, False))
+    assert port.gone == 1
+    owner.pieces.ready("d0", PieceReady(1, 2, 0, 0, 1))  # of a turn that has not come
+    owner.pieces.progress("d0", Progress(0, 0, 0, 2, 2, False))
+    assert port.gone == 1
+
+
+def test_link_that_comes_back_goes_on_after_what_was_given_back() -> None:
+    owner, port = make_owner()
+    stream = OwnedStream(window=2, lengths=[8, 8, 8])
+    owner.offer("s", {}, 1, 0, stream)
+    owner.admitted("d0", 1, 0, 0, 0)
+    for piece in range(2):
+        owner.pieces.ready("d0", PieceReady(1, piece, 0, 0, piece))
+    owner.pieces.progress("d0", Progress(0, 0, 0, 2, 2, False))
+    owner.link_down("d0", 1)
+    owner.link_up("d0", 2)
+    owner.pieces.progress("d0", Progress(2, 0, 0, 0, 0, False))  # what it says it has is impossible
+    assert port.pieces == [0, 1, 2, 2]
