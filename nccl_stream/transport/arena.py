@@ -311,6 +311,9 @@ class Arena:
             self._memory = _PoolMemory(capacity, pin)
         else:
             raw = torch.empty(capacity + ALIGN_BYTES, dtype=torch.uint8, device=self.device)
+            if self.device.type == "cuda":
+                # The allocator gives what its last owner's kernels on this stream may still use; links use others.
+                torch.cuda.current_stream(self.device).synchronize()
             skip = -raw.data_ptr() % ALIGN_BYTES
             self._memory = _OneTensor(raw[skip : skip + capacity])
         self._poison = poison
