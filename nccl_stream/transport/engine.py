@@ -196,6 +196,8 @@ class TransferEngine:
             return moved
 
     def _poll(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # a thread's own is the first one, on which nothing should be allocated
         pause = _MIN_POLL_S
         while True:
             with self._wake:
