@@ -102,6 +102,9 @@ class IncomingStreams:
             on_free=self._note_memory,
             memory=delivery.slot.buffer,
         )
+        if self.side.config.poison and self._store.device.type == "cuda":
+            # Pieces that return elsewhere than in the consumer's thread are overwritten on this stream.
+            delivery.slot.record_release(torch.cuda.default_stream(self._store.device))
         return _Window(delivery.slot, layout, ring)
 
     def piece_slot(self, stream: IncomingStream) -> Slot | None:
