@@ -7,6 +7,7 @@ one, ``FakeRuntime``, with the order of streams and events and with errors on de
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import threading
 import time
 import weakref
@@ -26,6 +27,7 @@ __all__ = [
     "DeviceStager",
     "Stream",
     "aside",
+    "beside_captures",
     "device_crc32c",
     "device_pack",
     "device_unpack",
@@ -36,6 +38,7 @@ __all__ = [
 CHUNK_BYTES = 4 << 20  # 0.1 ms on PCIe 4: what a copy may have to wait for another one's
 STREAMS = 4
 CLOSE_S = 10.0
+CAPTURE_THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL of cuda.h
 MAX_DIMS = 8  # of a tensor that the packing kernel takes, after merging what is contiguous; csrc/cuda/strided.hpp
 
 T = TypeVar("T")
@@ -58,14 +61,40 @@ def is_available() -> bool:
     return _core.cuda_compiled() and _native.device_count() > 0
 
 
+@lru_cache(maxsize=1)
+def _exchange_capture_mode() -> Callable[[Any], int] | None:
+    try:
+        return ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
+    except (OSError, AttributeError):  # no driver
+        return None
+
+
+@contextlib.contextmanager
+def beside_captures() -> Iterator[None]:
+    """What the calling thread does meanwhile does not disturb the CUDA graphs that other threads capture.
+
+    By default an event queried by any thread breaks every capture of the process (pytorch#104487), and raises.
+    """
+    exchange = _exchange_capture_mode()
+    if exchange is None:
+        yield
+        return
+    mode = ctypes.c_int(CAPTURE_THREAD_LOCAL)
+    exchange(ctypes.byref(mode))  # which leaves there what was
+    try:
+        yield
+    finally:
+        exchange(ctypes.byref(mode))
+
+
 @contextlib.contextmanager
 def on_stream(stream: torch.cuda.Stream) -> Iterator[None]:
-    """Make a stream, and its device, the current one.
+    """Make a stream, and its device, the current one; with :func:`beside_captures`.
 
     ``torch.cuda.stream`` alone would switch back to the former device in a way that makes a CUDA context there: in a
     thread that never chose a device some hundred MB on the first GPU, whatever GPU the stream is on.
     """
-    with torch.cuda.device(stream.device), torch.cuda.stream(stream):
+    with torch.cuda.device(stream.device), torch.cuda.stream(stream), beside_captures():
         yield
 
 
