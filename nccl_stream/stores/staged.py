@@ -386,14 +386,14 @@ def make_sample_memory(config: StreamConfig, device: torch.device) -> SampleMemo
     on_gpu = device.type == "cuda"
     with torch.cuda.device(device) if on_gpu else contextlib.nullcontext():  # whose context locks the pages
         host_arena = Arena(on_host, pin=on_gpu) if on_host else None
-    climbs = on_gpu and host_arena is not None
-    return SampleMemory(
-        device,
-        staging=staging,
-        device_arena=Arena(on_device, device) if on_device else None,
-        host_arena=host_arena,
-        device_bytes=cap,
-        down=DeviceStager(device, streams=2) if climbs else None,
-        up=DeviceStager(device, streams=2) if climbs else None,
-        chunk_bytes=config.chunk_bytes,
-    )
+        climbs = on_gpu and host_arena is not None
+        return SampleMemory(
+            device,
+            staging=staging,
+            device_arena=Arena(on_device, device) if on_device else None,
+            host_arena=host_arena,
+            device_bytes=cap,
+            down=DeviceStager(device, streams=2) if climbs else None,
+            up=DeviceStager(device, streams=2) if climbs else None,
+            chunk_bytes=config.chunk_bytes,
+        )
