@@ -85,7 +85,7 @@ check_without_compiler() {
     "$python" -c 'import sys; print("\n".join(p for p in sys.path if p.endswith("-packages")))' \
         >"$("$dir/bin/python" -c "$site")/base.pth"
     env CC=/nowhere/cc CXX=/nowhere/c++ CUDACXX=/nowhere/nvcc PATH="$dir/bin" \
-        "$dir/bin/python" -m pip install --no-deps --force-reinstall . || return 1
+        "$dir/bin/python" -m pip install --quiet --no-deps --force-reinstall . || return 1
     (cd "$dir" && bin/python -c '
 import sys
 import nccl_stream

@@ -90,12 +90,11 @@ class DraftQueue:
         return leases
 
     def _padding(self, owner: str) -> PaddingLease | None:
-        side = self._side
-        if side.template is None:
+        template = self._side.pad()
+        if template is None:
             return None
-        side.padded += 1
-        timeout = side.leases.table.visibility_timeout
-        return PaddingLease(side.template, time.monotonic() + timeout.seconds, timeout, owner=owner)
+        timeout = self._side.leases.table.visibility_timeout
+        return PaddingLease(template, time.monotonic() + timeout.seconds, timeout, owner=owner)
 
     def _has_finished(self) -> bool:
         """Whether the end has come; raises when it is not a clean one."""

@@ -315,7 +315,7 @@ class DraftSide(Side):
             self.links.remove(member.inc)
         with self.cond:
             if member.role == "draft":
-                self._draft_ended(member.inc)
+                self._draft_ended(member.inc, member.rank)
             if member.role == "draft" and self.rounds is not None:
                 awaited = kind != "left" and self._restart_timeout > 0
                 if awaited:
@@ -323,10 +323,11 @@ class DraftSide(Side):
                 self.rounds.member_gone(member.inc, awaited=awaited)
             self._changed()
 
-    def _draft_ended(self, what: str) -> None:
+    def _draft_ended(self, what: str, rank: int) -> None:
         """No owner is idle before it says that it knows this; an owner that never knew the draft says nothing."""
-        self.intake.draft_gone(what)
+        self.intake.draft_gone(what, rank)
         self._ended_drafts[what] = self._clock() + self.config.death_timeout
+        self._changed()  # before the rounds go on without it: this rank is not drained now
 
     def on_message(self, sender: Member, message: Message) -> None:
         inc = sender.inc
@@ -357,7 +358,7 @@ class DraftSide(Side):
                 self._take_end(EndDecision.of(message))
             elif isinstance(message, Leaving):
                 self._left.add(inc)
-                self._draft_ended(has_left(inc))
+                self._draft_ended(has_left(inc), sender.rank)
                 if self.rounds is not None:
                     self.rounds.member_gone(inc, awaited=False)
             elif isinstance(message, StopRequest):
@@ -382,6 +383,8 @@ class DraftSide(Side):
             self.leases.expire()
             self._decline_hoard()
             self.estates.tell()
+            if self.template is None and self.needs_padding:
+                self._defer(self._read_template)
             self._changed()
         self._run_tasks(documents)
         self.estates.close_books(documents)
@@ -458,8 +461,6 @@ class DraftSide(Side):
         logger.info("%s: the cohort ends after %d rounds%s", self.node.inc, decision.rounds,
                     f" with an error: {decision.error}" if decision.error else "")  # fmt: skip
         self.intake.stop("the agreed end has come")
-        if self.needs_padding and self.template is None:
-            self._defer(self._read_template)
         self._changed()
 
     def _read_template(self, documents: ControlStore) -> None:
@@ -478,9 +479,9 @@ class DraftSide(Side):
     def _changed(self) -> None:
         if self.rounds is not None and self.rounds.end is None:
             self.rounds.update(
-                handed=self.leases.handed,
+                handed=self.leases.handed + self.padded,
                 pending=self.leases.table.pending_count,
-                drained=self._all_targets_known() and self.intake.drained() and not self.estates.any_unread,
+                drained=self._drained(),
                 stop=bool(self._stop_reason),
                 error=self._peer_error(),
             )
@@ -489,6 +490,10 @@ class DraftSide(Side):
         if blocked and self.leases.table.is_empty:
             self.intake.relax_order()
         self.cond.notify_all()
+
+    def _drained(self) -> bool:
+        """Whether nothing comes here any more, unless somebody fails."""
+        return self._all_targets_known() and self.intake.drained() and not self.estates.any_unread
 
     def _decline_hoard(self) -> None:
         """Leave samples to others when this rank has no memory for them and the next round waits for somebody else.
@@ -516,7 +521,9 @@ class DraftSide(Side):
         if failed:
             return f"{FAILED_PREFIX}{failed}"
         loss = self.estates.loss()
-        nobody_left = self._all_targets_known() and not self.intake.serving_owners() and self.intake.drained()
+        # With padding, a rank that nobody serves any more takes part in the rounds of the others.
+        serving = self.node.alive("target") if self.config.end == "pad" else self.intake.serving_owners()
+        nobody_left = self._all_targets_known() and not serving and self.intake.drained()
         return loss if nobody_left or self.config.on_loss == "raise" else ""
 
     # -- leases --------------------------------------------------------------------------------------------------------
@@ -536,7 +543,7 @@ class DraftSide(Side):
     def try_acquire(self, owner: str) -> Lease | None:
         """Lease the next sample if its round has been released; the lock is held."""
         self.leases.expire()
-        if self.config.end != "ragged" and self.leases.handed >= self._samples_released():
+        if self.config.end != "ragged" and self.leases.handed + self.padded >= self._samples_released():
             return None
         lease = self.leases.acquire(owner)
         if lease is not None:
@@ -597,15 +604,23 @@ class DraftSide(Side):
 
     @property
     def needs_padding(self) -> bool:
-        """Whether the agreed end has this rank take part in rounds it has no samples for; the lock is held."""
-        return (
-            self.config.end == "pad"
-            and self.rounds is not None
-            and self.rounds.end is not None
-            and not self.rounds.end.error
-            and self.leases.table.pending_count == 0
-            and self.leases.handed + self.padded < self._samples_released()
-        )
+        """Whether this rank is to take part in a round that it has no samples for; the lock is held.
+
+        After the agreed end; with static assignment also before it, when the others have more than this rank will get.
+        """
+        if self.config.end != "pad" or self.rounds is None or self.leases.table.pending_count:
+            return False
+        if self.leases.handed + self.padded >= self._samples_released():
+            return False
+        end = self.rounds.end
+        return not end.error if end is not None else self.config.assignment == "static" and self._drained()
+
+    def pad(self) -> SampleRef | None:
+        """Take part in a round with padding of this form; None while it is not known. The lock is held."""
+        if self.template is not None:
+            self.padded += 1
+            self._changed()
+        return self.template
 
     def end_error(self) -> NcclStreamError | None:
         """The error that this stream ends with, None for a clean end; the lock is held."""

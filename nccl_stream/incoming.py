@@ -111,6 +111,10 @@ class IncomingStreams:
         """Memory for the next announced piece."""
         window: _Window = stream.window
         index = stream.queue[0].index
+        if index == 0 and window.ring.free_bytes < window.ring.capacity_bytes:
+            # A lost link still writes. The first piece is larger, and must lie at the head: elsewhere it would cut what
+            # is left so that not all others fit.
+            return None
         return window.ring.reserve(
             window.layout.slot_bytes(index), f"piece {index} of {stream.delivery.sample_id} of {stream.delivery.owner}"
         )
@@ -351,7 +355,6 @@ class IncomingReader(PieceReader):
                 self._renew()
                 piece = stream.here.get(self._count.num_pieces)
                 if piece is not None:
-                    self._count.add(piece.length)
                     break
                 if stream.total == self._count.num_pieces:
                     self._at_end = True
@@ -362,6 +365,7 @@ class IncomingReader(PieceReader):
                 self._check_waited(waited, timeout)
                 streams.side.cond.wait(WAIT_S if timeout is None else max(0.0, min(WAIT_S, timeout - waited)))
             views = streams.views(piece)
+            self._count.add(piece.length)
         release = partial(streams.release, stream, self._token, piece, views)
         return Piece(piece.index, piece.start, piece.length, views, release)
 
@@ -399,10 +403,11 @@ class IncomingReader(PieceReader):
     def close(self) -> bool:
         """Stop reading; see :meth:`PieceReader.close`."""
         self._closed = True
-        if self._finalizer.detach() is not None:
-            self._can_be_read = self._streams.leave(self._stream, self._token)
-            self._wake()
-        return self._can_be_read
+        with self._streams.side.cond:  # a second thread that closes has the same answer
+            if self._finalizer.detach() is not None:
+                self._can_be_read = self._streams.leave(self._stream, self._token)
+                self._wake()
+            return self._can_be_read
 
     def release(self) -> None:
         """The sample is consumed; see :meth:`PieceReader.release`. Its outcome is that of its lease."""

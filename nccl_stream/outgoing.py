@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
 from nccl_stream.coordination.delivery import OwnerDelivery
 from nccl_stream.coordination.messages import Admit, Message, PieceReady, PieceSkip, Progress
 from nccl_stream.coordination.owned import OwnedSample
@@ -142,10 +144,13 @@ class OutgoingStreams:
             gen=gen, turn=turn, serial=sample.serial,
             delivery=sample.delivery, checksum=owned.checksum,
         )  # fmt: skip
-        owned.layout.write_header(owned.buffer, header)
         assert sample.stream is not None
         buffers = pieces.windows.wire_buffers(index, sample.stream.lengths[index], owned.buffer)
+        if owned.num_sends:  # an earlier delivery of it is on its way, under the header of that one
+            buffers[0] = _copy(buffers[0])
+        owned.layout.write_header(buffers[0], header)
         token = PieceSending(draft, gen, pieces, owned, sum(buffer.numel() for buffer in buffers))
+        owned.num_sends += 1
         if owned.slot is not None:
             owned.slot.begin_transfer()
         if not self._side.links.send(draft, gen, token, buffers):
@@ -159,6 +164,7 @@ class OutgoingStreams:
 
     def transfer_over(self, sending: PieceSending, *, ok: bool) -> None:
         """A transfer has ended, well or not, and nothing reads its memory any more."""
+        sending.piece.num_sends -= 1
         if sending.piece.slot is not None:
             sending.piece.slot.end_transfer()
         sample_id = sending.sample.ref.sample_id
@@ -168,3 +174,10 @@ class OutgoingStreams:
             self._delivery.transfer_over(sample_id)
         if sending.sample.stream.has_room:  # else its writer waits for its reader, not for this memory
             self.cond.notify_all()
+
+
+def _copy(message: torch.Tensor) -> torch.Tensor:
+    copy = message.clone()
+    if copy.device.type == "cuda":
+        torch.cuda.current_stream(copy.device).synchronize()
+    return copy

@@ -53,11 +53,13 @@ def crc32c(data: torch.Tensor | BytesLike, value: int = 0) -> int:
         raise MisuseError(f"a checksum to continue is an integer of 32 bits, got {value!r}")
     if isinstance(data, torch.Tensor):
         _check_flat("crc32c", data)
-        return int(core().crc32c(data.data_ptr(), data.numel(), value))
+        checksum: int = core().crc32c(data.data_ptr(), data.numel(), value)
+        return checksum
     try:
-        return int(core().crc32c_buffer(data, value))
+        checksum = core().crc32c_buffer(data, value)
     except (TypeError, BufferError) as error:
         raise MisuseError(f"crc32c takes a flat uint8 tensor or bytes, got {type(data).__name__}: {error}") from error
+    return checksum
 
 
 def copy_bytes(dst: torch.Tensor, src: torch.Tensor, *, threads: int = 1) -> None:
@@ -81,7 +83,7 @@ def copy_bytes(dst: torch.Tensor, src: torch.Tensor, *, threads: int = 1) -> Non
     if dst.numel() != nbytes:
         raise MisuseError(f"copy_bytes: src has {nbytes} bytes, dst {dst.numel()}")
     to, start = dst.data_ptr(), src.data_ptr()
-    if nbytes and to < start + nbytes and start < to + nbytes:
+    if -nbytes < to - start < nbytes:
         raise MisuseError(f"copy_bytes: src and dst share memory ({nbytes} bytes, {to - start} bytes apart)")
     core().copy_bytes(to, start, nbytes, threads)
 
@@ -177,13 +179,17 @@ def _is_expanded(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def _check_flat(what: str, tensor: torch.Tensor) -> None:
+    try:
+        if tensor.dtype is _uint8 and tensor.dim() == 1 and tensor.is_cpu and tensor.is_contiguous():
+            return
+    except AttributeError:
+        pass
     if not isinstance(tensor, torch.Tensor):
         raise MisuseError(f"{what}: a flat uint8 tensor is needed, got {type(tensor).__name__}")
-    if tensor.dtype is not _uint8 or tensor.dim() != 1 or not tensor.is_cpu or not tensor.is_contiguous():
-        raise MisuseError(
-            f"{what}: a flat contiguous uint8 tensor on the CPU is needed, got {tensor.dtype} {tuple(tensor.shape)} on "
-            f"{tensor.device}"
-        )
+    raise MisuseError(
+        f"{what}: a flat contiguous uint8 tensor on the CPU is needed, got {tensor.dtype} {tuple(tensor.shape)} on "
+        f"{tensor.device}"
+    )
 
 
 def _not_dense(operation: str, tensor: torch.Tensor) -> MisuseError:

@@ -1,7 +1,15 @@
 """Settings for all tests."""
 
+import os
+
 from hypothesis import HealthCheck, settings
 
 # No test may depend on an absolute time: the machine may be busy.
 settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("default")
+
+# torchrun's store asks a name server for each client that connects. A lost query costs glibc 5 s by default, and for as
+# long the store answers nobody.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+# Every test and every process that it starts has one of two cores at most.
+os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -140,7 +140,7 @@ void bind_region(nb::module_& module) {
         .def_static("open_shared", &Region::open_shared, nb::arg("name"), Free())
         .def_prop_ro("address", [](const Region& region) { return reinterpret_cast<std::uintptr_t>(region.data()); })
         .def_prop_ro("nbytes", &Region::nbytes)
-        .def("unlink", &Region::unlink, Free());
+        .def("unlink", &Region::unlink);  // with the GIL, which keeps two calls apart
     module.def("remove_abandoned", &remove_abandoned, nb::arg("prefix"), Free());
     module.def("page_bytes", &page_bytes);
 }

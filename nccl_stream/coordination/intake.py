@@ -147,6 +147,7 @@ class DraftIntake:
         self._arrivals = 0
         self._waiting: list[Delivery] = []
         self._yield_floor = 0
+        self._orphaned: set[int] = set()  # ranks of drafts that ended
         self._stopped = ""
         self.held: dict[tuple[str, str], Delivery] = {}
         self.blocked: Delivery | None = None
@@ -203,8 +204,9 @@ class DraftIntake:
             owner.missing.add(delivery.order)
         owner.frontier = min([owner.frontier, *(order for order in orders if order >= self._yield_floor)])
 
-    def draft_gone(self, inc: str) -> None:
+    def draft_gone(self, inc: str, rank: int) -> None:
         """Another draft has ended: what it held may come here, and no owner is idle before it says that it knows."""
+        self._orphaned.add(rank)
         for owner in self._owners.values():
             if not owner.gone and inc not in owner.state.gone:
                 owner.unheard.add(inc)
@@ -516,13 +518,24 @@ class DraftIntake:
         """Whether nothing can come any more from the owners seen so far, unless a held sample is failed."""
         return all(not owner.transfers and (owner.gone or self._is_idle(owner)) for owner in self._owners.values())
 
+    def _may_serve(self, owner: _Owner) -> bool:
+        """Whether this owner may have samples for this rank: with static assignment not all have.
+
+        Those of a rank that ended go to whoever has least.
+        """
+        if not self._static:
+            return True
+        step = math.gcd(self._num_targets, self._num_drafts)
+        return any((owner.rank - rank) % step == 0 for rank in (self._rank, *self._orphaned))
+
     def all_settled(self) -> bool:
         """Whether every sample of every living owner has its outcome."""
         return all(owner.gone or (owner.state.closed and owner.state.settled) for owner in self._owners.values())
 
-    @staticmethod
-    def _is_idle(owner: _Owner) -> bool:
+    def _is_idle(self, owner: _Owner) -> bool:
         state = owner.state
+        if not self._may_serve(owner):
+            return not owner.queue
         return state.closed and state.idle and not owner.queue and not owner.unheard and state.seen >= owner.returns
 
     def owner_errors(self) -> list[tuple[str, str]]:
@@ -530,12 +543,8 @@ class DraftIntake:
         return [(owner.inc, owner.state.error) for owner in self._owners.values() if owner.state.error]
 
     def serving_owners(self) -> list[str]:
-        """Living owners that may have samples for this rank: with static assignment not all may."""
-        return [
-            owner.inc
-            for owner in self._owners.values()
-            if not owner.gone and not (self._static and self._next_in_class(owner.rank, 0) is None)
-        ]
+        """Living owners that may have samples for this rank."""
+        return [owner.inc for owner in self._owners.values() if not owner.gone and self._may_serve(owner)]
 
     def was_closed(self, inc: str) -> bool:
         """Whether this owner said that it will put nothing more."""

@@ -107,7 +107,7 @@ class Rounds:
         cohort: id of the cohort.
         members: incarnations of the cohort by rank; all start at round 0.
         samples_per_round: samples one draft consumes per round (batch size times accumulation).
-        pad: at the end, drafts that lack a batch get padding instead of the others dropping theirs.
+        pad: drafts that lack a batch at the end get padding instead of the others dropping theirs.
         apart: each draft has samples of its own (static assignment): one that is drained stays so.
     """
 
@@ -158,7 +158,7 @@ class Rounds:
         return rounds * self._per_round
 
     def update(self, *, handed: int, pending: int, drained: bool, stop: bool, error: str) -> None:
-        """What this draft has handed out so far and holds now, in samples; their sum never falls."""
+        """What this draft has handed out so far, padding included, and holds now, in samples."""
         begun = -(-handed // self._per_round)
         self._mine = Have(self._cohort, handed + pending, begun, self.go, drained, stop, error[:MAX_ERROR_TEXT])
         self._report()
@@ -229,8 +229,11 @@ class Rounds:
         if len(reports) < len(self._present):
             return  # a new leader decides nothing before it has heard everybody
         whole = min(have.samples // self._per_round for have in reports)
+        # A draft that gets nothing more pads; the others cannot wait for the end, having no memory for all their rest.
+        takers = [have for have in reports if not (have.drained and self._pad and self._apart)]
+        reach = min((have.samples // self._per_round for have in takers), default=whole)
         released = max([self.go, *(have.go for have in reports)])
-        go = max(released, min(whole, ROUNDS_AHEAD + min(have.begun for have in reports)))
+        go = max(released, min(reach, ROUNDS_AHEAD + min(have.begun for have in reports)))
         errors = [have.error for have in reports if have.error]
         stop = any(have.stop for have in reports)
         drained = all(have.drained for have in reports)

@@ -90,3 +90,16 @@ def test_padded_end_gives_every_rank_as_many_batches(tmp_path):
         counts = [len(worker.said("got")) for worker in drafts]
         assert counts[0] == counts[1]
         assert counts[0] % ACCUMULATION == 0
+
+
+def test_static_shares_that_differ_by_more_than_memory_are_padded(tmp_path):
+    """All of a target's samples are for one draft here, and its arena holds six of them."""
+    config = {"end": "pad", "assignment": "static", "max_sample_bytes": 80 << 10, "arena_bytes": 440 << 10}
+    with Run(tmp_path, targets=2, drafts=2, config=config, width=512) as run:
+        workers = [run.target(0, samples=40), run.target(1, samples=4), run.draft(0), run.draft(1)]
+        run.wait_ended(*workers)
+        assert [worker.error for worker in workers] == [None] * 4
+        first, second = workers[2:]
+        assert (first.got, second.got) == (list(range(0, 80, 2)), [1, 3, 5, 7])
+        assert (len(first.said("padding")), len(second.said("padding"))) == (0, 36)
+        assert first.books["acked"] == first.books["put"] == 44

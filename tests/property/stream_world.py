@@ -296,7 +296,7 @@ class DraftRank(Rank):
             else:
                 may_take = ready or (
                     self.side.leases.table.pending_count
-                    and self.side.leases.handed < self.side.rounds.samples_released()
+                    and self.side.leases.handed + self.side.padded < self.side.rounds.samples_released()
                 )
         hand = self.in_hand()
         if hand == per_round or (hand and not self.handed % per_round):
@@ -353,7 +353,7 @@ class World:
 
     def __init__(
         self, seed, *, targets, drafts, per_target, end, static, batch, breaks, mail_faults, failures, deaths,
-        flips=0, budget=3, damaged=(), leavers=0,
+        flips=0, budget=3, damaged=(), leavers=0, uneven=0,
     ):  # fmt: skip
         self.rng = random.Random(seed)
         self.clock = FakeClock(1000.0)
@@ -384,7 +384,7 @@ class World:
         self.ranks = {}
         for t in range(targets):
             to_put = []
-            for n in range(per_target):
+            for n in range(per_target + uneven * (t == 0)):
                 sample = self.samples[f"t{t}", f"s{n}"] = self.make_sample(n * targets + t)
                 to_put.append((f"s{n}", sample))
             self.ranks[f"t{t}"] = self.make_target(self, t, to_put)
@@ -443,11 +443,12 @@ class World:
     # -- leaving -----------------------------------------------------------------------------------------------------
 
     def may_leave(self):
-        """Drafts that may have enough, one of which stays."""
+        """Drafts that may have enough, one of which stays. Once all are drained, what they hold is in agreed rounds."""
         drafts = [rank for rank in self.living() if rank.role == "draft" and rank.state == "up"]
-        over = any(
-            rank.side.finished or (rank.side.rounds is not None and rank.side.rounds._proposed) for rank in drafts
-        )
+        if self.config.end == "ragged":
+            over = any(rank.side.finished for rank in drafts)
+        else:
+            over = all(rank.side._drained() for rank in drafts) or any(rank.side.rounds._proposed for rank in drafts)
         return drafts if self.leavers and len(drafts) > 1 and not over else []
 
     def leave_early(self, rank):

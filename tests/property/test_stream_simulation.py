@@ -6,6 +6,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from nccl_stream.coordination.membership import Gone
+from nccl_stream.coordination.messages import Leaving
 from nccl_stream.errors import WireFormatError
 from tests.property.simulation import run
 from tests.property.stream_world import World
@@ -19,7 +21,7 @@ STREAMS = {
     "static": st.booleans(),
     "batch": st.integers(1, 2),
 }
-SOME = settings(max_examples=70, deadline=None, suppress_health_check=list(HealthCheck))
+SOME = settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -67,10 +69,26 @@ def test_broken_links_and_failing_consumers_lose_nothing(**kwargs):
     breaks=st.integers(0, 2),
     failures=st.integers(0, 1),
     deaths=st.lists(st.sampled_from(["t0", "t1", "d0", "d1", "d2"]), min_size=1, max_size=3),
+    uneven=st.sampled_from([0, 0, 20]),
 )
 @SOME
 def test_killed_ranks_everybody_else_ends_and_the_books_close(**kwargs):
     simulate(**kwargs)
+
+
+@given(
+    **{**STREAMS, "targets": st.integers(2, 3), "static": st.just(True), "end": st.sampled_from(["drop", "pad"])},
+    mail_faults=st.integers(0, 2),
+    uneven=st.integers(1, 25),
+)
+@SOME
+def test_static_shares_that_differ_by_more_than_memory(**kwargs):
+    """The first target has more than the others, and with as many drafts as targets all of it is for one of them."""
+    world, trained = simulate(breaks=0, failures=0, deaths=[], **kwargs)
+    assert all(draft.error is None for draft in world.survivors("draft"))
+    assert all(count == 1 for count in trained.values())
+    if kwargs["end"] == "pad":
+        assert set(trained) == set(world.samples)
 
 
 @given(**{**STREAMS, "drafts": st.integers(2, 3)}, mail_faults=st.integers(0, 4), leavers=st.integers(1, 2))
@@ -82,6 +100,37 @@ def test_leavers_hand_back_what_others_then_train_on(**kwargs):
     assert all(count == 1 for count in trained.values())
     if kwargs["end"] != "drop":
         assert set(trained) == set(world.samples)
+
+
+def everything_is_here_and_d1_has_some(world):
+    first, second = world.ranks["d0"].side, world.ranks["d1"].side
+    return (
+        first._drained()
+        and first.leases.table.pending_count == 0
+        and second.intake.held
+        and not first.rounds._proposed
+        and first.rounds.end is None
+    )
+
+
+@pytest.mark.parametrize("death", [False, True])
+def test_leader_that_hears_of_an_end_does_not_go_by_what_it_knew_before(death):
+    """It had all that was left for it, and so had the other, whose samples now come back."""
+    for seed in range(100):
+        world = World(
+            seed, targets=1, drafts=2, per_target=6, end="pad", static=False, batch=1, breaks=0, mail_faults=0,
+            failures=0, deaths=[],
+        )  # fmt: skip
+        while not everything_is_here_and_d1_has_some(world) and (events := world.offer()):
+            world.rng.choices([event for _, event in events], [weight for weight, _ in events])[0]()
+        if everything_is_here_and_d1_has_some(world):
+            break
+    leader, other = world.ranks["d0"], world.ranks["d1"]
+    if death:
+        leader.see_gone("d1", Gone("died", "killed", "chance"))
+    else:
+        leader.side.on_message(leader.view["d1"], Leaving("c"))
+    assert not leader.side.rounds._proposed, f"{len(other.side.intake.held)} samples would have been dropped"
 
 
 @given(**STREAMS, mail_faults=st.integers(0, 2))

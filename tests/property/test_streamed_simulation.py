@@ -6,6 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from nccl_stream.errors import PeerLostError
 from tests.property.simulation import run
 from tests.property.streamed_world import Streamed, StreamedWorld
 
@@ -21,7 +22,7 @@ STREAMS = {
     "window": st.integers(1, 4),
     "pieces": st.integers(0, 9),
 }
-SOME = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+SOME = settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -38,7 +39,8 @@ def simulate(**kwargs):
     trained = world.finish()
     for target in world.survivors("target"):
         if target.side.delivery.all_settled:
-            assert target.arena.free_bytes == target.arena.capacity_bytes, target.arena.holders()
+            arena = target.store.memory.pieces_arena
+            assert arena.free_bytes == arena.capacity_bytes, arena.holders()
     return world, trained
 
 
@@ -100,7 +102,8 @@ def test_failing_producers_and_readers_that_stop_are_in_the_books(**kwargs):
 def test_killed_ranks_everybody_else_ends_and_the_books_close(**kwargs):
     """A reader learns that its producer died and how far it got; what a dead reader had is lost, or read anew."""
     world, _ = simulate(**kwargs)
-    if kwargs["retain"] and not kwargs["producer_failures"]:
+    given_up = PeerLostError in world.write_errors  # no draft was left: producers gave up what nobody could read
+    if kwargs["retain"] and not kwargs["producer_failures"] and not given_up:
         assert not any(target.side.delivery.books.lost for target in world.survivors("target"))
 
 

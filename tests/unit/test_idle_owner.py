@@ -26,7 +26,7 @@ def make_intake():
 
 def test_owner_is_not_idle_until_it_knows_of_the_end():
     intake = make_intake()
-    intake.draft_gone("d1")
+    intake.draft_gone("d1", 1)
     assert not intake.drained()
     intake.owner_state("t0", OwnerState(True, "", False, False, 0, ["d1"]))  # the samples of d1 wait
     assert not intake.drained()
@@ -37,13 +37,13 @@ def test_owner_is_not_idle_until_it_knows_of_the_end():
 def test_owner_may_know_before_we_do():
     intake = make_intake()
     intake.owner_state("t0", OwnerState(True, "", True, False, 0, ["d1"]))
-    intake.draft_gone("d1")
+    intake.draft_gone("d1", 1)
     assert intake.drained()
 
 
 def test_owner_that_never_knew_the_draft_is_not_waited_for_without_end():
     intake = make_intake()
-    intake.draft_gone("d1")
+    intake.draft_gone("d1", 1)
     intake.draft_forgotten("d1")
     assert intake.drained()
 

@@ -436,6 +436,16 @@ def test_owners_that_can_serve_this_rank():
     assert rig.intake.serving_owners() == ["t0"]  # the orders of t1 are odd, those of this rank even
     assert rig.intake.drained() is False
     assert Rig(owners=2, drafts=2).intake.serving_owners() == ["t0", "t1"]
+    rig.intake.owner_gone("t0", "died")
+    assert rig.intake.serving_owners() == []
+    assert rig.intake.drained()  # whatever t1 still has is for others
+    rig.intake.draft_gone("d1", 1)
+    assert rig.intake.serving_owners() == ["t1"]
+    assert not rig.intake.drained()  # unless those are no more
+    rig.take("s", owner="t1", order=1)
+    rig.intake.draft_forgotten("d1")
+    rig.intake.owner_state("t1", m.OwnerState(True, "", True, True, 0))
+    assert rig.intake.drained()
 
 
 # -- generations and stragglers --------------------------------------------------------------------------------------

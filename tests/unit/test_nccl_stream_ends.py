@@ -88,7 +88,7 @@ def test_tensors_that_keep_the_whole_window_are_a_named_error(harness: Any) -> N
         reader.next()
     with pytest.raises(PeerTimeoutError, match="0 of 2 released"):
         writer.append(cut(whole, 2 * PIECE, 3 * PIECE), timeout=0.2)
-    assert harness.target.statistics().local["paused_s"] >= 0.2
+    assert harness.target.statistics().local["paused_s"] > 0.1
     assert torch.equal(kept[0], cut(whole, 0, PIECE)["logits"])
     kept.clear()
     writer.append(cut(whole, 2 * PIECE, 3 * PIECE), timeout=30.0)
@@ -203,8 +203,9 @@ def test_append_to_a_full_window_that_nobody_queues_is_misuse() -> None:
             writer.append(cut(whole, PIECE, 2 * PIECE))
         assert store.discard(writer.ref)
         assert store.health().resident_bytes == 0
-        assert store._arena is not None
-        assert store._arena.free_bytes == store._arena.capacity_bytes
+        arena = store.memory.pieces_arena
+        assert arena is not None
+        assert arena.free_bytes == arena.capacity_bytes
 
 
 def test_window_of_very_small_pieces_is_refused_for_its_headers() -> None:

@@ -74,6 +74,16 @@ def test_release_runs_no_further_ahead_than_two_rounds_of_the_slowest():
     assert rounds.samples_released() == 2 + ROUNDS_AHEAD
 
 
+def test_draft_that_gets_nothing_more_holds_up_nobody_where_it_can_pad():
+    for drained, pad, apart, released in [
+        (True, True, True, 4), (False, True, True, 2), (True, False, False, 2), (True, True, False, 2),
+    ]:  # fmt: skip
+        rounds, port = make(members=("d0", "d1"), pad=pad, apart=apart)
+        rounds.heard("d1", have(2, begun=1, drained=drained))
+        own(rounds, handed=2, pending=2)
+        assert (rounds.samples_released(), port.ends) == (released, [])
+
+
 def test_begun_counts_a_round_from_its_first_sample():
     rounds, port = make(me="d1")
     own(rounds, handed=3, pending=1)
