@@ -257,7 +257,9 @@ class SampleMemory:
             return slot, slot.buffer
         # Room by count of bytes, but not in one piece: a buffer of its own rather than a producer that gets stuck.
         device = self._device if place == "device" else torch.device("cpu")
-        return None, torch.empty(nbytes, dtype=torch.uint8, device=device)
+        # Copies from and to pageable memory would hold up their callers, the thread that serves the links among them.
+        pin = device.type == "cpu" and self._device.type == "cuda"
+        return None, torch.empty(nbytes, dtype=torch.uint8, device=device, pin_memory=pin)
 
     def _keep(
         self, place: Place, sample_id: str, layout: SlotLayout, tensors: Mapping[str, torch.Tensor], *, donate: bool
