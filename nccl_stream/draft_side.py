@@ -38,6 +38,7 @@ from nccl_stream.errors import (
     CapacityError,
     ChecksumError,
     ConfigError,
+    ControlStoreError,
     NcclStreamError,
     PeerLostError,
     ProducerFailedError,
@@ -137,6 +138,9 @@ class DraftSide(Side):
                 job()
             except NcclStreamError as exc:
                 self.on_fatal(exc)
+            except Exception as exc:  # a bug here must surface in the user's thread, not end this one in silence
+                logger.exception("%s: the janitor failed", self.node.inc)
+                self.on_fatal(ControlStoreError(f"the janitor failed: {exc!r}"))
 
     def _grant(self) -> None:
         self.store.collect_dropped()

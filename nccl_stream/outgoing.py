@@ -124,6 +124,8 @@ class OutgoingStreams:
                 sample = self._dropped.popleft()
                 fail_sample(sample, "its writer was dropped without close()")
                 self.changed(sample)
+            for sample in [s for s in self._samples.values() if s.stream.outcome and not s.offered]:
+                self._forget(sample)  # discarded
             lost = self._delivery.lost[self._num_lost_told :]
             self._num_lost_told += len(lost)
         for each in lost:

@@ -1,5 +1,8 @@
 """The memory of a streamed sample's window on its draft, while a lost link still writes to some of it."""
 
+import threading
+import time
+
 import pytest
 
 from nccl_stream.coordination.messages import Announce, AnnouncePiece, StreamOpen
@@ -55,3 +58,22 @@ def test_window_first_piece_comes_again_while_a_lost_link_writes_to_it_has_room_
         announce(side, 2, piece)
     side.streams.transfer_over(lost, ok=False)
     assert coming(stream) == [0, 1, 2]
+
+
+def test_reader_closed_by_two_threads_gives_both_the_same_answer(draft):
+    """With another one a sample that can be read again would be failed for good."""
+    side = draft.side
+    bring_up(side, 1)
+    with side.cond:
+        reader = side.streams.open_reader(admit(side).delivery)
+    answers = []
+    threads = [threading.Thread(target=lambda: answers.append(reader.close())) for _ in range(2)]
+    with side.cond:  # held by a node's thread
+        for thread in threads:
+            thread.start()
+            while not reader._closed:
+                time.sleep(0.001)
+        threads[1].join(0.1)
+    for thread in threads:
+        thread.join()
+    assert answers == [True, True]

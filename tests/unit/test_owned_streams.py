@@ -103,3 +103,17 @@ def test_piece_that_is_sent_anew_leaves_the_transfer_of_the_earlier_delivery_as_
         target.side.transfer_done(token)
     arena = target.store.memory.pieces_arena
     assert arena.free_bytes == arena.capacity_bytes
+
+
+def test_complete_sample_that_is_discarded_before_it_was_queued_is_forgotten() -> None:
+    world = StreamedWorld(
+        1, streamed=1.0, window=2, pieces=1, targets=1, drafts=1, per_target=0, end="ragged", static=False, batch=1,
+        breaks=0, mail_faults=0, failures=0, deaths=[],
+    )  # fmt: skip
+    target = world.ranks["t0"]
+    writer = target.store.open_stream("s", SPECS, "run", piece_length=PIECE, window=2)
+    writer.append(Streamed(0, PIECE).piece(0, PIECE))
+    writer.close()
+    assert target.store.discard(writer.ref)
+    target.side.streams.tick()
+    assert not target.side.streams._samples
