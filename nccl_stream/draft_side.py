@@ -32,6 +32,7 @@ from nccl_stream.coordination.messages import (
 from nccl_stream.coordination.node import Node
 from nccl_stream.coordination.rounds import EndDecision, Rounds, read_end, settle_end
 from nccl_stream.coordination.stream_intake import IncomingPiece, IncomingStream
+from nccl_stream.device_staging import aside
 from nccl_stream.draft_leases import DraftLeases
 from nccl_stream.errors import (
     CapacityError,
@@ -265,7 +266,8 @@ class DraftSide(Side):
 
     def _check_bytes(self, delivery: Delivery, expected: int) -> None:
         views = self.store.layout_of(delivery.ref.feature_specs).views(delivery.slot.buffer)
-        found = checksum_of(views.values())
+        with aside(self.store.device):
+            found = checksum_of(views.values())
         if found != expected:
             raise ChecksumError(
                 f"sample {delivery.sample_id!r} of {delivery.owner}, delivery {delivery.number}: its owner computed "

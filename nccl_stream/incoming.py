@@ -15,6 +15,7 @@ import torch
 from nccl_stream.coordination.intake import Delivery, DraftIntake
 from nccl_stream.coordination.messages import AnnouncePiece, Message, StreamEnd, StreamOpen, Withdraw
 from nccl_stream.coordination.stream_intake import IncomingPiece, IncomingStream
+from nccl_stream.device_staging import aside
 from nccl_stream.draft_leases import DraftLeases
 from nccl_stream.errors import (
     ChecksumError,
@@ -101,6 +102,9 @@ class IncomingStreams:
             on_free=self._note_memory,
             memory=delivery.slot.buffer,
         )
+        if self.side.config.poison and self._store.device.type == "cuda":
+            # Pieces that return elsewhere than in the consumer's thread are overwritten on this stream.
+            delivery.slot.record_release(torch.cuda.default_stream(self._store.device))
         return _Window(delivery.slot, layout, ring)
 
     def piece_slot(self, stream: IncomingStream) -> Slot | None:
@@ -212,7 +216,9 @@ class IncomingStreams:
         what = f"piece {piece.index} of sample {delivery.sample_id!r}"
         try:
             checksum = check_header(layout.read_header(piece.slot.buffer), expected, what, checksummed=verify)
-            if checksum is not None and checksum_of(layout.views(piece.slot.buffer).values()) != checksum:
+            with aside(self._store.device):
+                found = None if checksum is None else checksum_of(layout.views(piece.slot.buffer).values())
+            if found != checksum:
                 raise ChecksumError(f"{what} from {delivery.owner} did not arrive as it was sent")
         except (RuntimeError, WireFormatError, ChecksumError) as exc:  # on a GPU the look may fail itself
             logger.error("%s: %s", self.side.node.inc, exc)

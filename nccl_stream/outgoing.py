@@ -12,6 +12,7 @@ import torch
 from nccl_stream.coordination.delivery import OwnerDelivery
 from nccl_stream.coordination.messages import Admit, Message, PieceReady, PieceSkip, Progress
 from nccl_stream.coordination.owned import OwnedSample
+from nccl_stream.device_staging import aside
 from nccl_stream.errors import PeerLostError
 from nccl_stream.side import Side
 from nccl_stream.stores.owned_pieces import OwnedPiece, OwnedPieces, fail_sample
@@ -179,7 +180,8 @@ class OutgoingStreams:
 
 
 def _copy(message: torch.Tensor) -> torch.Tensor:
-    copy = message.clone()
-    if copy.device.type == "cuda":
-        torch.cuda.current_stream(copy.device).synchronize()
+    with aside(message.device):
+        copy = message.clone()
+        if copy.device.type == "cuda":
+            torch.cuda.current_stream(copy.device).synchronize()
     return copy

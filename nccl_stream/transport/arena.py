@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from nccl_stream.device_staging import beside_captures
 from nccl_stream.errors import CapacityError, ClosedError, MisuseError
 from nccl_stream.staging import PinnedPool, PoolSlot
 from nccl_stream.transport.freelist import FreeList
@@ -311,6 +312,9 @@ class Arena:
             self._memory = _PoolMemory(capacity, pin)
         else:
             raw = torch.empty(capacity + ALIGN_BYTES, dtype=torch.uint8, device=self.device)
+            if self.device.type == "cuda":
+                # The allocator gives what its last owner's kernels on this stream may still use; links use others.
+                torch.cuda.current_stream(self.device).synchronize()
             skip = -raw.data_ptr() % ALIGN_BYTES
             self._memory = _OneTensor(raw[skip : skip + capacity])
         self._poison = poison
@@ -445,7 +449,9 @@ class Arena:
 
         They stay in the list until they have happened: part of their range may go to yet another slot.
         """
-        self._pending = [entry for entry in self._pending if not entry[2].query()]
+        if self._pending:
+            with beside_captures():
+                self._pending = [entry for entry in self._pending if not entry[2].query()]
         return [event for first, stop, event in self._pending if first < start + size and start < stop]
 
     def _new_event(self) -> Event | None:

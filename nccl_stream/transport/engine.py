@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import torch
 
+from nccl_stream.device_staging import beside_captures
 from nccl_stream.errors import ClosedError, MisuseError
 from nccl_stream.transport.channel import BlockingChannel, Channel, PolledChannel
 from nccl_stream.transport.link import Link
@@ -196,6 +197,13 @@ class TransferEngine:
             return moved
 
     def _poll(self) -> None:
+        if self.device.type != "cuda":
+            return self._poll_until_closed()
+        torch.cuda.set_device(self.device)  # a thread's own is the first one, on which nothing should be allocated
+        with beside_captures():
+            self._poll_until_closed()
+
+    def _poll_until_closed(self) -> None:
         pause = _MIN_POLL_S
         while True:
             with self._wake:

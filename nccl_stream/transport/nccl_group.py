@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch.distributed.distributed_c10d import PrefixStore
 
+from nccl_stream.device_staging import on_stream
 from nccl_stream.errors import LinkError, LinkTimeoutError
 from nccl_stream.transport.link import HostBytes, Link, Transfer, link_error, warm_up
 
@@ -71,7 +72,7 @@ class _CudaQueue:
         self.stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
     def issuing(self) -> AbstractContextManager[object]:
-        return torch.cuda.stream(self.stream)
+        return on_stream(self.stream)
 
     def marker(self, work: Any) -> Marker:
         with self.issuing():

@@ -88,7 +88,7 @@ def test_tensors_that_keep_the_whole_window_are_a_named_error(harness: Any) -> N
         reader.next()
     with pytest.raises(PeerTimeoutError, match="0 of 2 released"):
         writer.append(cut(whole, 2 * PIECE, 3 * PIECE), timeout=0.2)
-    assert harness.target.statistics().local["paused_s"] >= 0.2
+    assert harness.target.statistics().local["paused_s"] > 0.1
     assert torch.equal(kept[0], cut(whole, 0, PIECE)["logits"])
     kept.clear()
     writer.append(cut(whole, 2 * PIECE, 3 * PIECE), timeout=30.0)
