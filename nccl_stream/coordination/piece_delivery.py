@@ -113,7 +113,7 @@ class PieceDelivery:
         self.announce(sample)
 
     def _first_unsent(self, inc: str, sample: OwnedSample) -> int:
-        """Number of the first piece that was announced and not sent yet: its memory is needed, whatever a draft says."""
+        """Number of the first piece that was announced and not sent: its memory is needed, whatever a draft says."""
         draft, delivery = self._drafts[inc], (sample.serial, sample.delivery)
         asked = [key[2] for key in draft.pieces if key[:2] == delivery]
         asked += [number for number, other, is_piece in draft.turns.values() if is_piece and other is sample]
