@@ -11,6 +11,7 @@ from nccl_stream.coordination.delivery import OwnerDelivery
 from nccl_stream.coordination.messages import Announce, AnnouncePiece, Message, PieceReady, Progress
 from nccl_stream.coordination.owned import OwnedSample
 from nccl_stream.coordination.stream_owner import OwnedStream
+from nccl_stream.sample_stream import StreamWriter
 from nccl_stream.wire_header import check_header, make_piece_header
 from tests.property.streamed_world import PIECE, SPECS, Streamed, StreamedWorld
 
@@ -46,6 +47,19 @@ def make_owner(num_drafts: int = 1) -> tuple[OwnerDelivery, Recorder]:
     return owner, port
 
 
+def make_target() -> Any:
+    world = StreamedWorld(
+        1, streamed=1.0, window=2, pieces=1, targets=1, drafts=1, per_target=0, end="ragged", static=False, batch=1,
+        breaks=0, mail_faults=0, failures=0, deaths=[],
+    )  # fmt: skip
+    return world.ranks["t0"]
+
+
+def open_sample(target: Any, *, retain: bool = False) -> StreamWriter:
+    writer: StreamWriter = target.store.open_stream("s", SPECS, "run", piece_length=PIECE, window=2, retain=retain)
+    return writer
+
+
 @pytest.mark.parametrize("retain", [False, True])
 def test_reader_that_stopped_before_any_memory_came_back_loses_the_sample_unless_it_is_retained(retain: bool) -> None:
     """Its producer is told that nobody reads, and goes: whoever read the sample again would wait for it for ever."""
@@ -79,15 +93,11 @@ def test_piece_that_is_sent_anew_leaves_the_transfer_of_the_earlier_delivery_as_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its reader gave the sample back with pieces on their way, whose headers name that delivery."""
-    world = StreamedWorld(
-        1, streamed=1.0, window=2, pieces=1, targets=1, drafts=1, per_target=0, end="ragged", static=False, batch=1,
-        breaks=0, mail_faults=0, failures=0, deaths=[],
-    )  # fmt: skip
-    target = world.ranks["t0"]
+    target = make_target()
     sent: list[tuple[Any, list[torch.Tensor]]] = []
     monkeypatch.setattr(target.links, "send", lambda inc, gen, token, buffers: sent.append((token, buffers)) or True)
     delivery = target.side.delivery
-    writer = target.store.open_stream("s", SPECS, "run", piece_length=PIECE, window=2, retain=True)
+    writer = open_sample(target, retain=True)
     target.side.link_up("d0", 1)
     target.side.offer(writer.ref)
     writer.append(Streamed(0, PIECE).piece(0, PIECE))
@@ -110,13 +120,22 @@ def test_piece_that_is_sent_anew_leaves_the_transfer_of_the_earlier_delivery_as_
     assert arena.free_bytes == arena.capacity_bytes
 
 
+def test_writer_that_fails_twice_leaves_the_next_sample_with_its_id_alone() -> None:
+    target = make_target()
+    first = open_sample(target)
+    first.fail("the forward went wrong")
+    second = open_sample(target)
+    first.fail("and again on the way out")
+    del first  # and once more, if its finalizer says so
+    target.side.streams.tick()
+    assert target.store.health().sample_count == 1
+    second.append(Streamed(0, PIECE).piece(0, PIECE))
+    assert second.close() == 1
+
+
 def test_complete_sample_that_is_discarded_before_it_was_queued_is_forgotten() -> None:
-    world = StreamedWorld(
-        1, streamed=1.0, window=2, pieces=1, targets=1, drafts=1, per_target=0, end="ragged", static=False, batch=1,
-        breaks=0, mail_faults=0, failures=0, deaths=[],
-    )  # fmt: skip
-    target = world.ranks["t0"]
-    writer = target.store.open_stream("s", SPECS, "run", piece_length=PIECE, window=2)
+    target = make_target()
+    writer = open_sample(target)
     writer.append(Streamed(0, PIECE).piece(0, PIECE))
     writer.close()
     assert target.store.discard(writer.ref)
