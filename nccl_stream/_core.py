@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import threading
 from typing import Any
@@ -16,14 +17,14 @@ _announced = threading.Lock()  # taken once, by whoever gives the warning
 
 _API_VERSION = 3
 _why_absent = ""
+native: Any = None
 try:
-    from nccl_stream import _native as native
+    native = importlib.import_module("nccl_stream._native")
 except ImportError as error:
-    native = None  # type: ignore[assignment]
     _why_absent = str(error)
 else:
     if getattr(native, "api_version", 0) != _API_VERSION:
-        native = None  # type: ignore[assignment]
+        native = None
         _why_absent = "it was built from other sources than this file belongs to"
 
 

@@ -6,11 +6,14 @@ one, ``FakeRuntime``, with the order of streams and events and with errors on de
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any, Protocol, TypeVar
 
@@ -19,11 +22,23 @@ import torch
 from nccl_stream import _core
 from nccl_stream.errors import ClosedError, DeviceError, MisuseError
 
-__all__ = ["DeviceCopy", "DeviceStager", "Stream", "device_crc32c", "device_pack", "device_unpack", "is_available"]
+__all__ = [
+    "DeviceCopy",
+    "DeviceStager",
+    "Stream",
+    "aside",
+    "beside_captures",
+    "device_crc32c",
+    "device_pack",
+    "device_unpack",
+    "is_available",
+    "on_stream",
+]
 
 CHUNK_BYTES = 4 << 20  # 0.1 ms on PCIe 4: what a copy may have to wait for another one's
 STREAMS = 4
 CLOSE_S = 10.0
+CAPTURE_THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL of cuda.h
 MAX_DIMS = 8  # of a tensor that the packing kernel takes, after merging what is contiguous; csrc/cuda/strided.hpp
 
 T = TypeVar("T")
@@ -44,6 +59,58 @@ class Stream(Protocol):
 def is_available() -> bool:
     """Whether the compiled core has its CUDA part and this process sees a GPU."""
     return _core.cuda_compiled() and _native.device_count() > 0
+
+
+@lru_cache(maxsize=1)
+def _exchange_capture_mode() -> Callable[[Any], int] | None:
+    try:
+        return ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
+    except (OSError, AttributeError):  # no driver
+        return None
+
+
+@contextlib.contextmanager
+def beside_captures() -> Iterator[None]:
+    """What the calling thread does meanwhile does not disturb the CUDA graphs that other threads capture.
+
+    By default an event queried by any thread breaks every capture of the process (pytorch#104487), and raises.
+    """
+    exchange = _exchange_capture_mode()
+    if exchange is None:
+        yield
+        return
+    mode = ctypes.c_int(CAPTURE_THREAD_LOCAL)
+    exchange(ctypes.byref(mode))  # which leaves there what was
+    try:
+        yield
+    finally:
+        exchange(ctypes.byref(mode))
+
+
+@contextlib.contextmanager
+def on_stream(stream: torch.cuda.Stream) -> Iterator[None]:
+    """Make a stream, and its device, the current one; with :func:`beside_captures`.
+
+    ``torch.cuda.stream`` alone would switch back to the former device in a way that makes a CUDA context there: in a
+    thread that never chose a device some hundred MB on the first GPU, whatever GPU the stream is on.
+    """
+    with torch.cuda.device(stream.device), torch.cuda.stream(stream), beside_captures():
+        yield
+
+
+@lru_cache(maxsize=64)
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+
+
+def aside(device: torch.device) -> AbstractContextManager[None]:
+    """For work on memory that no stream uses any more: on the current one it would wait for what the trainer queued."""
+    return on_stream(_side_stream(device)) if device.type == "cuda" else nullcontext()
+
+
+def _at(device: torch.device) -> AbstractContextManager[object]:
+    """Make a device the current one. The core would do it itself, but leave a context on the former one."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _call(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
@@ -154,8 +221,8 @@ class DeviceStager:
             while self._in_progress and self._in_progress[0][0].done():
                 self._in_progress.popleft()
             _forget_orphans()
-            copy = DeviceCopy(
-                _call(
+            with _at(self.device):
+                native = _call(
                     self._native.copy,
                     destination.data_ptr(),
                     source.data_ptr(),
@@ -164,7 +231,7 @@ class DeviceStager:
                     before=None if before is None else before.cuda_stream,
                     behind=[copy._native for copy in behind],
                 )
-            )
+            copy = DeviceCopy(native)
             # Neither side may go to somebody else meanwhile, whatever the caller does with its references.
             self._in_progress.append((copy, destination, source))
             return copy
@@ -224,7 +291,8 @@ def _move(
         flats.append(slot.data_ptr() + offset)
     runtime = _native.cuda_runtime() if runtime is None else runtime
     try:
-        _call(_native.device_move, runtime, slot.device.index or 0, described, flats, gather, stream.cuda_stream)
+        with _at(slot.device):
+            _call(_native.device_move, runtime, slot.device.index or 0, described, flats, gather, stream.cuda_stream)
     except ValueError as error:
         raise MisuseError(f"these tensors cannot be moved by the packing kernel: {error}") from error
 
@@ -257,7 +325,9 @@ def device_unpack(
     _move(tensors, slot, offsets, False, stream, runtime)
 
 
-def device_crc32c(data: torch.Tensor, value: int = 0, *, stream: Stream | None = None, runtime: Any = None) -> int:
+def device_crc32c(
+    data: torch.Tensor, value: int = 0, *, stream: torch.cuda.Stream | None = None, runtime: Any = None
+) -> int:
     """CRC-32C of bytes on a GPU, going on from ``value``. Blocks until the stream has come to it.
 
     Args:
@@ -271,9 +341,11 @@ def device_crc32c(data: torch.Tensor, value: int = 0, *, stream: Stream | None =
     """
     stream = torch.cuda.current_stream(data.device) if stream is None else stream
     used = _native.cuda_runtime() if runtime is None else runtime
-    raw = torch.empty(1, dtype=torch.int32, device=data.device)
-    address = (data.data_ptr(), data.numel(), raw.data_ptr())
-    _call(_native.device_crc32c, used, data.device.index or 0, *address, stream.cuda_stream)
-    while runtime is not None and runtime.step():
-        pass
-    return int(_native.crc32c_finish(int(raw.item()) & 0xFFFFFFFF, data.numel(), value))
+    with on_stream(stream) if data.is_cuda else nullcontext():  # on which the sum is read, too
+        raw = torch.empty(1, dtype=torch.int32, device=data.device)
+        address = (data.data_ptr(), data.numel(), raw.data_ptr())
+        _call(_native.device_crc32c, used, data.device.index or 0, *address, stream.cuda_stream)
+        while runtime is not None and runtime.step():
+            pass
+        total = int(raw.item()) & 0xFFFFFFFF
+    return int(_native.crc32c_finish(total, data.numel(), value))

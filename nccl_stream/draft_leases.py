@@ -77,7 +77,7 @@ class DraftLeases:
                 f"sample {ref.sample_id!r} of {ref.store_uri!r} is not here: it was acked, handed back, or never "
                 "leased on this rank"
             )
-        if delivery.ref.feature_specs != ref.feature_specs:
+        if delivery.ref.feature_specs != ref.feature_specs or delivery.ref.stream != ref.stream:
             raise SpecMismatchError(f"sample {ref.sample_id!r}: the ref's specs are not those of what was delivered")
         delivery.touched = True
         return delivery

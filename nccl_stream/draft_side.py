@@ -32,11 +32,13 @@ from nccl_stream.coordination.messages import (
 from nccl_stream.coordination.node import Node
 from nccl_stream.coordination.rounds import EndDecision, Rounds, read_end, settle_end
 from nccl_stream.coordination.stream_intake import IncomingPiece, IncomingStream
+from nccl_stream.device_staging import aside
 from nccl_stream.draft_leases import DraftLeases
 from nccl_stream.errors import (
     CapacityError,
     ChecksumError,
     ConfigError,
+    ControlStoreError,
     NcclStreamError,
     PeerLostError,
     ProducerFailedError,
@@ -136,6 +138,9 @@ class DraftSide(Side):
                 job()
             except NcclStreamError as exc:
                 self.on_fatal(exc)
+            except Exception as exc:  # a bug here must surface in the user's thread, not end this one in silence
+                logger.exception("%s: the janitor failed", self.node.inc)
+                self.on_fatal(ControlStoreError(f"the janitor failed: {exc!r}"))
 
     def _grant(self) -> None:
         self.store.collect_dropped()
@@ -243,7 +248,6 @@ class DraftSide(Side):
         )
         verify, fault = self.config.verify_checksums, ""
         try:
-            token.slot.record_ready(self.links.stream(token.owner, token.gen))
             header = layout.read_header(token.slot.buffer)
             checksum = check_header(header, expected, f"sample {token.sample_id!r}", checksummed=verify)
             if checksum is not None:
@@ -262,7 +266,8 @@ class DraftSide(Side):
 
     def _check_bytes(self, delivery: Delivery, expected: int) -> None:
         views = self.store.layout_of(delivery.ref.feature_specs).views(delivery.slot.buffer)
-        found = checksum_of(views.values())
+        with aside(self.store.device):
+            found = checksum_of(views.values())
         if found != expected:
             raise ChecksumError(
                 f"sample {delivery.sample_id!r} of {delivery.owner}, delivery {delivery.number}: its owner computed "

@@ -15,6 +15,7 @@ import torch
 from nccl_stream.coordination.intake import Delivery, DraftIntake
 from nccl_stream.coordination.messages import AnnouncePiece, Message, StreamEnd, StreamOpen, Withdraw
 from nccl_stream.coordination.stream_intake import IncomingPiece, IncomingStream
+from nccl_stream.device_staging import aside
 from nccl_stream.draft_leases import DraftLeases
 from nccl_stream.errors import (
     ChecksumError,
@@ -101,12 +102,19 @@ class IncomingStreams:
             on_free=self._note_memory,
             memory=delivery.slot.buffer,
         )
+        if self.side.config.poison and self._store.device.type == "cuda":
+            # Pieces that return elsewhere than in the consumer's thread are overwritten on this stream.
+            delivery.slot.record_release(torch.cuda.default_stream(self._store.device))
         return _Window(delivery.slot, layout, ring)
 
     def piece_slot(self, stream: IncomingStream) -> Slot | None:
         """Memory for the next announced piece."""
         window: _Window = stream.window
         index = stream.queue[0].index
+        if index == 0 and window.ring.free_bytes < window.ring.capacity_bytes:
+            # A lost link still writes. The first piece is larger, and must lie at the head: elsewhere it would cut what
+            # is left so that not all others fit.
+            return None
         return window.ring.reserve(
             window.layout.slot_bytes(index), f"piece {index} of {stream.delivery.sample_id} of {stream.delivery.owner}"
         )
@@ -207,9 +215,10 @@ class IncomingStreams:
         ok, verify = True, self.side.config.verify_checksums
         what = f"piece {piece.index} of sample {delivery.sample_id!r}"
         try:
-            piece.slot.record_ready(self._links.stream(delivery.owner, piece.gen))
             checksum = check_header(layout.read_header(piece.slot.buffer), expected, what, checksummed=verify)
-            if checksum is not None and checksum_of(layout.views(piece.slot.buffer).values()) != checksum:
+            with aside(self._store.device):
+                found = None if checksum is None else checksum_of(layout.views(piece.slot.buffer).values())
+            if found != checksum:
                 raise ChecksumError(f"{what} from {delivery.owner} did not arrive as it was sent")
         except (RuntimeError, WireFormatError, ChecksumError) as exc:  # on a GPU the look may fail itself
             logger.error("%s: %s", self.side.node.inc, exc)
@@ -257,7 +266,7 @@ class IncomingStreams:
         window = self._window(piece)
         if self._store.device.type == "cuda":
             current = torch.cuda.current_stream(self._store.device)
-            piece.slot.wait_ready(current)
+            piece.slot.record_release(current)
             window.slot.record_release(current)
         return window.layout.layout(piece.index, piece.length).views(piece.slot.export())
 
@@ -346,7 +355,6 @@ class IncomingReader(PieceReader):
                 self._renew()
                 piece = stream.here.get(self._count.num_pieces)
                 if piece is not None:
-                    self._count.add(piece.length)
                     break
                 if stream.total == self._count.num_pieces:
                     self._at_end = True
@@ -357,6 +365,7 @@ class IncomingReader(PieceReader):
                 self._check_waited(waited, timeout)
                 streams.side.cond.wait(WAIT_S if timeout is None else max(0.0, min(WAIT_S, timeout - waited)))
             views = streams.views(piece)
+            self._count.add(piece.length)
         release = partial(streams.release, stream, self._token, piece, views)
         return Piece(piece.index, piece.start, piece.length, views, release)
 
@@ -394,10 +403,11 @@ class IncomingReader(PieceReader):
     def close(self) -> bool:
         """Stop reading; see :meth:`PieceReader.close`."""
         self._closed = True
-        if self._finalizer.detach() is not None:
-            self._can_be_read = self._streams.leave(self._stream, self._token)
-            self._wake()
-        return self._can_be_read
+        with self._streams.side.cond:  # a second thread that closes has the same answer
+            if self._finalizer.detach() is not None:
+                self._can_be_read = self._streams.leave(self._stream, self._token)
+                self._wake()
+            return self._can_be_read
 
     def release(self) -> None:
         """The sample is consumed; see :meth:`PieceReader.release`. Its outcome is that of its lease."""

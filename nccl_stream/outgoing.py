@@ -7,9 +7,12 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
 from nccl_stream.coordination.delivery import OwnerDelivery
 from nccl_stream.coordination.messages import Admit, Message, PieceReady, PieceSkip, Progress
 from nccl_stream.coordination.owned import OwnedSample
+from nccl_stream.device_staging import aside
 from nccl_stream.errors import PeerLostError
 from nccl_stream.side import Side
 from nccl_stream.stores.owned_pieces import OwnedPiece, OwnedPieces, fail_sample
@@ -121,6 +124,8 @@ class OutgoingStreams:
                 sample = self._dropped.popleft()
                 fail_sample(sample, "its writer was dropped without close()")
                 self.changed(sample)
+            for sample in [s for s in self._samples.values() if s.stream.outcome and not s.offered]:
+                self._forget(sample)  # discarded
             lost = self._delivery.lost[self._num_lost_told :]
             self._num_lost_told += len(lost)
         for each in lost:
@@ -142,10 +147,13 @@ class OutgoingStreams:
             gen=gen, turn=turn, serial=sample.serial,
             delivery=sample.delivery, checksum=owned.checksum,
         )  # fmt: skip
-        owned.layout.write_header(owned.buffer, header)
         assert sample.stream is not None
         buffers = pieces.windows.wire_buffers(index, sample.stream.lengths[index], owned.buffer)
+        if owned.num_sends:  # an earlier delivery of it is on its way, under the header of that one
+            buffers[0] = _copy(buffers[0])
+        owned.layout.write_header(buffers[0], header)
         token = PieceSending(draft, gen, pieces, owned, sum(buffer.numel() for buffer in buffers))
+        owned.num_sends += 1
         if owned.slot is not None:
             owned.slot.begin_transfer()
         if not self._side.links.send(draft, gen, token, buffers):
@@ -159,6 +167,7 @@ class OutgoingStreams:
 
     def transfer_over(self, sending: PieceSending, *, ok: bool) -> None:
         """A transfer has ended, well or not, and nothing reads its memory any more."""
+        sending.piece.num_sends -= 1
         if sending.piece.slot is not None:
             sending.piece.slot.end_transfer()
         sample_id = sending.sample.ref.sample_id
@@ -168,3 +177,11 @@ class OutgoingStreams:
             self._delivery.transfer_over(sample_id)
         if sending.sample.stream.has_room:  # else its writer waits for its reader, not for this memory
             self.cond.notify_all()
+
+
+def _copy(message: torch.Tensor) -> torch.Tensor:
+    with aside(message.device):
+        copy = message.clone()
+        if copy.device.type == "cuda":
+            torch.cuda.current_stream(copy.device).synchronize()
+    return copy

@@ -51,6 +51,7 @@ class ChunkIterator(Iterator[SampleChunk]):
         self._ahead: Piece | None = None
         self._done = False
         self._ended = False
+        self._popped: StreamChunk | None = None  # of the buffer, and not handed out
         self._constants: dict[str, torch.Tensor] = {}
 
     def __next__(self) -> SampleChunk:
@@ -63,11 +64,15 @@ class ChunkIterator(Iterator[SampleChunk]):
         """
         if self._ended:
             raise StopIteration
-        while not self._buffer.has_chunk_ready():
-            self._read_piece()
-        chunk = self._buffer.pop_chunk()
-        self._ended = chunk.is_final
-        return self._assemble(chunk)
+        popped = self._popped
+        if popped is None:
+            while not self._buffer.has_chunk_ready():
+                self._read_piece()
+            popped = self._popped = self._buffer.pop_chunk()
+        chunk = self._assemble(popped)  # if there is no memory for that now, it can be asked for again
+        self._popped = None
+        self._ended = self._ended or chunk.place.is_final
+        return chunk
 
     def close(self) -> None:
         """Drop the pieces that wait here, so that nothing keeps their memory. Idempotent, and for any thread.
@@ -75,7 +80,7 @@ class ChunkIterator(Iterator[SampleChunk]):
         They are not released: that, or closing the reader, is up to whoever owns it.
         """
         self._ended = True
-        self._ahead = None
+        self._ahead = self._popped = None
         self._buffer.close()
 
     def _read_piece(self) -> None:

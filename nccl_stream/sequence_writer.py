@@ -66,6 +66,7 @@ class SequenceWriter:
         self._num_pending = 0  # positions of an unshifted feature
         self._constants: dict[str, Tensor] = {}
         self._begun = False
+        self._closing = False
 
     def extend(self, tensors: Mapping[str, Tensor], timeout: float | None = None) -> None:
         """Add the next positions, all features in place (unshifted); blocks as :meth:`StreamWriter.append` does.
@@ -76,11 +77,13 @@ class SequenceWriter:
             timeout: longest wait for the reader to make room, for each piece, in seconds; None for no limit.
 
         Raises:
-            MisuseError: (``ValueError``) features that are not those of the sample, or different numbers of positions.
-                Nothing was added.
+            MisuseError: (``ValueError``) features that are not those of the sample, different numbers of positions, or
+                :meth:`close` was called, even if it raised. Nothing was added.
             NcclStreamError: what :meth:`StreamWriter.append` raises. Positions that were added stay, and are tried
                 again with the next call or by :meth:`close`.
         """
+        if self._closing:
+            raise MisuseError(f"streamed sample {self._writer.ref.sample_id!r} has its end: nothing can follow it")
         length = self._check(tensors)
         for name, tensor in tensors.items():
             if name not in self._dims:
@@ -107,6 +110,7 @@ class SequenceWriter:
             MisuseError: (``ValueError``) nothing was added.
             NcclStreamError: what :meth:`StreamWriter.append` raises.
         """
+        self._closing = self._begun
         if self._begun and self._shifted:
             for name in self._shifted:
                 spec, dim = self._specs[name], self._dims[name]

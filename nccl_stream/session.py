@@ -654,6 +654,8 @@ class Stream:
     def close(self) -> None:
         """Leave in good order: a target first waits until every sample has its outcome. Idempotent.
 
+        Then blocks until every peer has confirmed what it was told, up to ``death_timeout``.
+
         Raises:
             NcclStreamError: what ended the stream meanwhile (store lost, fenced, ...).
         """

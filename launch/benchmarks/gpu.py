@@ -190,6 +190,7 @@ def links(rounds: int) -> list[Result]:
 
     result = compare("NCCL to itself, 16 MiB messages", 32 * 16 * MIB, ours, plain, rounds=rounds, bar=0.95)
     link.abort()
+    link.wait_closed(TIMEOUT_S)  # the process ends soon
     return [result]
 
 

@@ -29,7 +29,8 @@ else
 fi
 "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || no_gpu "torch sees none"
 "$python" -c 'import sys; from nccl_stream.device_staging import is_available; sys.exit(not is_available())' || {
-    echo "gpu.sh: the compiled core has no CUDA part: put nvcc on the PATH and install again" >&2
+    echo "gpu.sh: the compiled core has no CUDA part (put nvcc on the PATH and install again), or its CUDA runtime finds" \
+        "no GPU (it is that of nvcc: is nvcc newer than the driver?)" >&2
     exit 1
 }
 

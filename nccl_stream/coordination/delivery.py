@@ -306,6 +306,7 @@ class OwnerDelivery:
         self._mark_delivered(sample)
         sample.stream.go_on(gen, 0)
         if sample.stream.error:  # failed before anybody had it in hand: not opened, so it goes back
+            self._drafts[inc].given -= 1  # it is no part of a round there
             self._port.tell(inc, StreamEnd(serial, delivery, 0, sample.stream.error[:2000]))
             self._lose(sample, sample.stream.error)
         else:

@@ -384,6 +384,10 @@ class DraftIntake:
 
     def piece_over(self, piece: IncomingPiece, *, ok: bool) -> None:
         """A posted receive of a piece has ended and nothing writes to its memory any more."""
+        if not ok:
+            # From now on, not only once the link is known to be down: later pieces that are still announced on it would
+            # seem to leave a gap.
+            self.link_down(piece.delivery.owner, piece.gen)
         self.streams.piece_over(piece, ok=ok)
         self.grant()
 

@@ -200,6 +200,7 @@ class StreamIntake:
         spec = _spec(stream)
         full = spec.piece_length
         fits = 1 <= message.length <= full and stream.positions == message.piece * full
+        fits = fits and (stream.total is None or message.piece < stream.total)
         if message.piece > stream.expected or message.piece >= stream.freed + spec.window or not fits:
             stream.broken, stream.failed_after = f"its owner announced an impossible piece: {message}", 0
             self._port.tell(owner, PieceSkip(message.gen, message.serial, message.delivery, message.piece))

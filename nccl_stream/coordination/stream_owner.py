@@ -51,8 +51,11 @@ class OwnedStream:
 
     @property
     def can_restart(self) -> bool:
-        """Whether the sample can be delivered from its first piece."""
-        return self.gone == 0 and not self.error
+        """Whether the sample can be delivered from its first piece.
+
+        A reader that has stopped takes its producer along, unless the sample is retained: the rest never comes.
+        """
+        return self.gone == 0 and not self.error and (self.retain or not self.stopped)
 
     def restart(self) -> None:
         """The delivery is over without outcome: the next one begins with the first piece."""
@@ -63,7 +66,7 @@ class OwnedStream:
         """On this link generation, continue after the pieces that the draft has."""
         if gen > self.gen:
             self.gen = gen
-            self.announced = min(have, len(self.lengths))
+            self.announced = min(max(have, self.freed), len(self.lengths))
 
     def advance(self, freed: int, stopped: bool) -> int:
         """Take in what the draft gave back; returns how many pieces need not be kept any more."""

@@ -279,6 +279,7 @@ class LocalPieceReader(PieceReader):
         self._count = PieceCount(stream.ref)
         self._at_end = False
         self._can_be_read = False
+        self._released = False
         self._finalizer = weakref.finalize(self, stream.drop_reader, self._number)
         self._finalizer.atexit = False
 
@@ -300,9 +301,12 @@ class LocalPieceReader(PieceReader):
         if self._finalizer.detach() is not None:
             self._can_be_read = self._stream.leave(self._number, reason)
             self._on_close()
+        elif not self._released:
+            return self._stream.leave(self._number, reason)  # another thread may be in the middle of that
         return self._can_be_read
 
     def release(self) -> None:
         if self._finalizer.detach() is not None:
+            self._released = True
             self._stream.finish(self._number)
             self._on_release()

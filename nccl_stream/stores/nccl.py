@@ -395,7 +395,7 @@ class NcclFeatureStore(FeatureStore):
         self._open_handles[handle.handle_id] = received.slot, finalizer
         try:
             if self._device.type == "cuda":
-                received.slot.wait_ready(torch.cuda.current_stream(self._device))
+                received.slot.record_release(torch.cuda.current_stream(self._device))
             tensors = received.layout.views(received.slot.export())
             if wanted is not None and wanted != self._device:
                 tensors = {name: copy_tensor(tensor, wanted) for name, tensor in tensors.items()}

@@ -40,12 +40,18 @@ _WHY = {
 
 @dataclass
 class OwnedPiece:
-    """One piece in wire layout. ``checksum`` is the CRC-32C of its features; None where nobody verifies it."""
+    """One piece in wire layout.
+
+    Attributes:
+        checksum: CRC-32C of its features; None where nobody verifies it.
+        num_sends: transfers that read it now.
+    """
 
     layout: SlotLayout
     buffer: torch.Tensor
     slot: Slot | None
     checksum: int | None = None
+    num_sends: int = 0
 
 
 class OwnedPieces:

@@ -257,7 +257,9 @@ class SampleMemory:
             return slot, slot.buffer
         # Room by count of bytes, but not in one piece: a buffer of its own rather than a producer that gets stuck.
         device = self._device if place == "device" else torch.device("cpu")
-        return None, torch.empty(nbytes, dtype=torch.uint8, device=device)
+        # Copies from and to pageable memory would hold up their callers, the thread that serves the links among them.
+        pin = device.type == "cpu" and self._device.type == "cuda"
+        return None, torch.empty(nbytes, dtype=torch.uint8, device=device, pin_memory=pin)
 
     def _keep(
         self, place: Place, sample_id: str, layout: SlotLayout, tensors: Mapping[str, torch.Tensor], *, donate: bool
@@ -386,14 +388,14 @@ def make_sample_memory(config: StreamConfig, device: torch.device) -> SampleMemo
     on_gpu = device.type == "cuda"
     with torch.cuda.device(device) if on_gpu else contextlib.nullcontext():  # whose context locks the pages
         host_arena = Arena(on_host, pin=on_gpu) if on_host else None
-    climbs = on_gpu and host_arena is not None
-    return SampleMemory(
-        device,
-        staging=staging,
-        device_arena=Arena(on_device, device) if on_device else None,
-        host_arena=host_arena,
-        device_bytes=cap,
-        down=DeviceStager(device, streams=2) if climbs else None,
-        up=DeviceStager(device, streams=2) if climbs else None,
-        chunk_bytes=config.chunk_bytes,
-    )
+        climbs = on_gpu and host_arena is not None
+        return SampleMemory(
+            device,
+            staging=staging,
+            device_arena=Arena(on_device, device) if on_device else None,
+            host_arena=host_arena,
+            device_bytes=cap,
+            down=DeviceStager(device, streams=2) if climbs else None,
+            up=DeviceStager(device, streams=2) if climbs else None,
+            chunk_bytes=config.chunk_bytes,
+        )

@@ -171,6 +171,10 @@ class DoubleGroup:
 
     def abort(self) -> None:
         """As ``ncclCommAbort``, from any thread."""
+        with self._fabric.lock:
+            side = self._fabric.sides[self._rank]
+            if side.inside is not None:
+                self._fabric.misuse.append(f"rank {self._rank} aborts under the operation of thread {side.inside}")
         self.calls.append("abort")
         self._fabric.abort(self._rank)
 

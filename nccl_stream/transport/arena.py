@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from nccl_stream.device_staging import beside_captures
 from nccl_stream.errors import CapacityError, ClosedError, MisuseError
 from nccl_stream.staging import PinnedPool, PoolSlot
 from nccl_stream.transport.freelist import FreeList
@@ -142,7 +143,6 @@ class Slot:
         self._arena = arena
         self._start = start
         self._pending = pending
-        self._ready: Event | None = None
         self._streams: list[Any] = []
         self._handles = 0
         self._transfers = 0
@@ -235,23 +235,10 @@ class Slot:
         with self._arena._locked():
             return self._was_exported
 
-    def record_ready(self, stream: Stream | None) -> None:
-        """Marks the point on ``stream`` after which the received data is in place. Nothing to do on the CPU."""
-        if stream is not None and (event := self._arena._new_event()) is not None:
-            event.record(stream)
-            self._ready = event
-
-    def wait_ready(self, stream: Stream | None) -> None:
-        """Makes ``stream`` wait for the data, and remembers it as one that reads the slot. Never blocks the host."""
-        if stream is None:
-            return
-        self.record_release(stream)
-        if self._ready is not None:
-            stream.wait_event(self._ready)
-
     def record_release(self, stream: Stream | None) -> None:
-        """Remembers ``stream`` as one that may still have queued work on the slot.
+        """Remembers ``stream`` as one that reads the slot, with work that may still be queued. None on the CPU.
 
+        What was received needs no waiting for: a transfer is over when the device has finished it.
         The event that the next receive waits for is recorded when the slot returns, so it covers also what a view that
         outlived the handle still queued there.
         """
@@ -325,6 +312,9 @@ class Arena:
             self._memory = _PoolMemory(capacity, pin)
         else:
             raw = torch.empty(capacity + ALIGN_BYTES, dtype=torch.uint8, device=self.device)
+            if self.device.type == "cuda":
+                # The allocator gives what its last owner's kernels on this stream may still use; links use others.
+                torch.cuda.current_stream(self.device).synchronize()
             skip = -raw.data_ptr() % ALIGN_BYTES
             self._memory = _OneTensor(raw[skip : skip + capacity])
         self._poison = poison
@@ -459,7 +449,9 @@ class Arena:
 
         They stay in the list until they have happened: part of their range may go to yet another slot.
         """
-        self._pending = [entry for entry in self._pending if not entry[2].query()]
+        if self._pending:
+            with beside_captures():
+                self._pending = [entry for entry in self._pending if not entry[2].query()]
         return [event for first, stop, event in self._pending if first < start + size and start < stop]
 
     def _new_event(self) -> Event | None:

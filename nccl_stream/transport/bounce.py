@@ -71,6 +71,9 @@ class BounceLink(Link):
     def close(self) -> None:
         self._link.close()
 
+    def wait_closed(self, timeout: float) -> bool:
+        return self._link.wait_closed(timeout)
+
     def watch(self) -> str:
         return self._link.watch()
 

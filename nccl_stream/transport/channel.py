@@ -117,6 +117,10 @@ class Channel:
             self._closing = True
             self._wake.notify_all()
 
+    def wait_closed(self, timeout: float) -> bool:
+        """See :meth:`Link.wait_closed`; for a channel that has ended."""
+        return self._link.wait_closed(timeout)
+
     def _enqueue(self, job: _Job) -> None:
         with self._wake:
             if self._closing or self._error is not None or self._ended:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
 
 import torch
 
+from nccl_stream.device_staging import beside_captures
 from nccl_stream.errors import ClosedError, MisuseError
 from nccl_stream.transport.channel import BlockingChannel, Channel, PolledChannel
 from nccl_stream.transport.link import Link
 
 __all__ = ["Channel", "TransferEngine"]
 
+logger = logging.getLogger(__name__)
+
 _MIN_POLL_S, _MAX_POLL_S = 50e-6, 1e-3  # between two looks at unfinished transfers; 4 MiB take 100 us on NVLink
+_FLUSH_GRACE_S = 1.0  # for links to give their resources back, once their transfers are over
 _ABORT_GRACE_S = 1.0  # kept of close()'s timeout for ending what did not end by itself
 
 
@@ -143,6 +148,10 @@ class TransferEngine:
             if not channel.has_ended:
                 channel.abort()
         self._await(channels, threads, end)
+        end = min(end, time.monotonic() + _FLUSH_GRACE_S)
+        for channel in channels:
+            if channel.has_ended and not channel.wait_closed(max(0.0, end - time.monotonic())):
+                logger.warning("the link to %s is still being closed", channel.peer)
         return [thread.name for thread, served in threads if self._must_join(thread, served)]
 
     def _await(
@@ -188,6 +197,13 @@ class TransferEngine:
             return moved
 
     def _poll(self) -> None:
+        if self.device.type != "cuda":
+            return self._poll_until_closed()
+        torch.cuda.set_device(self.device)  # a thread's own is the first one, on which nothing should be allocated
+        with beside_captures():
+            self._poll_until_closed()
+
+    def _poll_until_closed(self) -> None:
         pause = _MIN_POLL_S
         while True:
             with self._wake:

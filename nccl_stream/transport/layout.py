@@ -8,14 +8,13 @@ that travels together: a sample of a thousand scalars costs one message, not a t
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
 
 import torch
 
-from nccl_stream.device_staging import MAX_DIMS, device_pack, is_available
+from nccl_stream.device_staging import MAX_DIMS, aside, device_pack, is_available
 from nccl_stream.errors import MisuseError, WireFormatError
 from nccl_stream.refs import FeatureSpec
 from nccl_stream.staging import pack
@@ -40,16 +39,6 @@ def _round_up(nbytes: int) -> int:
 def _cut(start: int, stop: int, chunk_bytes: int) -> Iterator[tuple[int, int]]:
     for offset in range(start, stop, chunk_bytes):
         yield offset, min(chunk_bytes, stop - offset)
-
-
-@lru_cache(maxsize=64)
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
-
-
-def _aside(device: torch.device) -> AbstractContextManager[object]:
-    """For the few bytes of a header: on the current stream they would wait for what the trainer has queued there."""
-    return torch.cuda.stream(_side_stream(device)) if device.type == "cuda" else nullcontext()
 
 
 def _plain(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -145,7 +134,8 @@ class SlotLayout:
                 continue
             carrier = _CARRIERS[spec.dtype.itemsize]
             target = slot[offset : offset + spec.nbytes].view(carrier).view(spec.shape)
-            target.copy_(plain[name].view(carrier))
+            with torch.inference_mode():  # the slot may have been made in that mode, by another thread
+                target.copy_(plain[name].view(carrier))
 
     @staticmethod
     def _goes_together(tensor: torch.Tensor, slot: torch.Tensor) -> bool:
@@ -164,7 +154,7 @@ class SlotLayout:
             raise MisuseError(f"a slot header holds {MAX_HEADER_BYTES} bytes, got {len(header)}")
         self._check_slot(slot, HEADER_BYTES)
         raw = len(header).to_bytes(_LENGTH_BYTES, "little") + header
-        with _aside(slot.device):
+        with torch.inference_mode(), aside(slot.device):  # in which the slot may have been made, by another thread
             slot[:HEADER_BYTES].copy_(torch.frombuffer(bytearray(raw.ljust(HEADER_BYTES, b"\0")), dtype=torch.uint8))
 
     def read_header(self, slot: torch.Tensor) -> bytes:
@@ -174,7 +164,7 @@ class SlotLayout:
             WireFormatError: the length field is impossible: these bytes were not written as a header.
         """
         self._check_slot(slot, HEADER_BYTES)
-        with _aside(slot.device):
+        with aside(slot.device):
             raw = bytes(slot[:HEADER_BYTES].cpu().numpy())
         length = int.from_bytes(raw[:_LENGTH_BYTES], "little")
         if length > MAX_HEADER_BYTES:

@@ -54,6 +54,8 @@ class Transfer(ABC):
     def done(self) -> bool:
         """Whether the message has finished, without blocking. Only meaningful if the link is ``pollable``.
 
+        On a GPU: whether the device has, so that work queued on any stream from now on finds the bytes in place.
+
         Raises:
             LinkError: the link failed or was aborted.
         """
@@ -114,6 +116,19 @@ class Link(ABC):
     @abstractmethod
     def close(self) -> None:
         """Ends a link that has no unfinished transfers and gives its resources back. Idempotent."""
+
+    def wait_closed(self, timeout: float) -> bool:
+        """Blocks until what :meth:`abort` or :meth:`close` left to be done in the background is done.
+
+        A process that ends meanwhile may crash in the transport's library.
+
+        Args:
+            timeout: seconds.
+
+        Returns:
+            Whether it is done; also True for a link that leaves nothing, or that is not over.
+        """
+        return True
 
     def watch(self) -> str:
         """Blocks until the link is over, whoever ended it, and returns why. Only for links that are not pollable.

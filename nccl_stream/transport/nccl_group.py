@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch.distributed.distributed_c10d import PrefixStore
 
+from nccl_stream.device_staging import on_stream
 from nccl_stream.errors import LinkError, LinkTimeoutError
 from nccl_stream.transport.link import HostBytes, Link, Transfer, link_error, warm_up
 
@@ -27,6 +28,7 @@ MAX_INFLIGHT_OPS = 200  # groups of 256 operations and more have hung (pytorch#1
 _GROUP_TIMEOUT = timedelta(days=365)  # torch's own deadline must never fire before ours
 _POLL_S = 100e-6
 _ERROR_GRACE_S = 5e-3
+_ISSUE_S = 1.0  # issuing takes microseconds: a call that takes this long hangs, and an abort is what ends it
 
 # ProcessGroupNCCL reads these when it is constructed. Its watchdog must only watch: in the default modes it ends the
 # process when a peer dies, and it spreads a link's error to every group of the run through the shared store.
@@ -70,7 +72,7 @@ class _CudaQueue:
         self.stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
     def issuing(self) -> AbstractContextManager[object]:
-        return torch.cuda.stream(self.stream)
+        return on_stream(self.stream)
 
     def marker(self, work: Any) -> Marker:
         with self.issuing():
@@ -104,7 +106,9 @@ class NcclLink(Link):
         self._group = group
         self._other = other
         self._lock = threading.Lock()
+        self._issuing = threading.Lock()  # held while an operation is issued
         self._ended: str | None = None
+        self._ending: threading.Thread | None = None
 
     def send(self, buf: torch.Tensor | HostBytes) -> Transfer:
         return self._start("send to", self._check(buf), lambda group: group.send([buf], self._other, 0))
@@ -140,9 +144,9 @@ class NcclLink(Link):
                 return
             self._ended = "aborted"
             group, self._group = self._group, None
-        # ncclCommAbort may take its time, or hang with a broken driver; the caller may be the thread that serves all
-        # links. Nobody needs to wait for it: transfers watch the device itself.
-        self._aside(lambda: _log_failure(group.abort, f"aborting the link to {self.peer}"), "abort")
+            # ncclCommAbort may take its time, or hang with a broken driver; the caller may be the thread that serves
+            # all links. Nobody needs to wait for it: transfers watch the device itself.
+            self._aside(group.abort, "abort")
 
     def close(self) -> None:
         with self._lock:
@@ -150,22 +154,39 @@ class NcclLink(Link):
                 return
             self._ended = "closed"
             group, self._group = self._group, None
-        # shutdown flushes what the network may still hold of finished sends, so it can wait for the peer.
-        self._aside(lambda: _log_failure(group.shutdown, f"closing the link to {self.peer}"), "close")
+            # shutdown flushes what the network may still hold of finished sends, so it can wait for the peer.
+            self._aside(group.shutdown, "close")
 
-    def _aside(self, work: Callable[[], None], what: str) -> None:
-        threading.Thread(target=work, name=f"nccl-{what}-{self.peer}", daemon=True).start()
+    def wait_closed(self, timeout: float) -> bool:
+        with self._lock:
+            ending = self._ending
+        if ending is None:
+            return True
+        ending.join(timeout)
+        return not ending.is_alive()
+
+    def _aside(self, end: Callable[[], object], what: str) -> None:
+        def work() -> None:
+            # It frees the communicator, which an operation that another thread is just issuing still uses. No further
+            # one begins.
+            if self._issuing.acquire(timeout=_ISSUE_S):
+                self._issuing.release()
+            _log_failure(end, f"{what} of the link to {self.peer}")
+
+        self._ending = threading.Thread(target=work, name=f"nccl-{what}-{self.peer}", daemon=True)
+        self._ending.start()
 
     def _start(self, operation: str, buf: torch.Tensor, issue: Callable[[Any], Any]) -> Transfer:
-        group = self._group
-        if group is None:
-            raise LinkError(f"{operation} {self.peer}: the link is {self._ended}")
-        try:
-            with self._queue.issuing():
-                work = issue(group)
-            marker = self._queue.marker(work)
-        except RuntimeError as error:
-            raise link_error(error, operation, self.peer) from error
+        with self._issuing:
+            group = self._group
+            if group is None:
+                raise LinkError(f"{operation} {self.peer}: the link is {self._ended}")
+            try:
+                with self._queue.issuing():
+                    work = issue(group)
+                marker = self._queue.marker(work)
+            except RuntimeError as error:
+                raise link_error(error, operation, self.peer) from error
         return _NcclTransfer(self, work, marker, buf, operation)
 
 

@@ -73,6 +73,7 @@ def loopback(server):
     link = NcclLink(group, 0, device=device, peer="itself")
     yield link
     link.abort()
+    link.wait_closed(WAIT_S)
 
 
 class TestOneRankToItself:
@@ -170,7 +171,7 @@ def test_next_receive_waits_for_the_consumers_kernels(server):
         sending.send(value, [torch.full((CHUNK,), value, dtype=torch.uint8, device="cuda:0")])
         received.wait_done(value)
         slot.end_transfer()
-        slot.wait_ready(consumer)
+        slot.record_release(consumer)
         with torch.cuda.stream(consumer):
             torch.cuda._sleep(200_000_000)  # the kernel that reads comes long after the slot was given back
             results.append(slot.export().amax())

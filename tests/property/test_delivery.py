@@ -470,6 +470,7 @@ class DeliveryMachine(RuleBasedStateMachine):
             return
         live = [s for s in self.samples.values() if not s.outcome]
         undelivered = [s for s in live if s.phase is not Phase.DELIVERED]
+        may_come_back = any(d.ended and self.held(inc) for inc, d in self.drafts.items())
         for draft in self.drafts.values():
             mine = undelivered
             if self.static:
@@ -477,7 +478,8 @@ class DeliveryMachine(RuleBasedStateMachine):
                     s for s in undelivered
                     if s.draft == draft.inc or (not s.draft and self.slot(s) in (None, draft.rank))
                 ]  # fmt: skip
-            assert draft.told == OwnerState(True, self.error, not mine, not live, draft.seen)
+            idle = not mine and not may_come_back
+            assert draft.told == OwnerState(True, self.error, idle, not live, draft.seen)
 
     def knows_whether_anybody_is_left(self):
         takers = any(not d.ended for d in self.drafts.values())

@@ -21,7 +21,7 @@ STREAMS = {
     "static": st.booleans(),
     "batch": st.integers(1, 2),
 }
-SOME = settings(max_examples=70, deadline=None, suppress_health_check=list(HealthCheck))
+SOME = settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @pytest.fixture(autouse=True, scope="module")

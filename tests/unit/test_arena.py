@@ -297,11 +297,8 @@ def device_arena(monkeypatch):
 def test_next_receive_waits_for_every_stream_that_used_the_memory(device_arena):
     consumer, other, link = FakeStream("consumer"), FakeStream("other"), FakeStream("link")
     slot = device_arena.reserve(1024, "s")
-    slot.record_ready(link)
-    slot.wait_ready(consumer)
-    assert [event.stream for event in consumer.waits] == [link]
-    slot.record_release(other)
-    slot.record_release(consumer)
+    for stream in (consumer, other, consumer):
+        slot.record_release(stream)
     before = len(FakeEvent.log)
     slot.settle()
     recorded = FakeEvent.log[before:]
@@ -316,9 +313,8 @@ def test_next_receive_waits_for_every_stream_that_used_the_memory(device_arena):
 def test_release_event_covers_work_queued_until_the_last_view_died(device_arena):
     consumer = FakeStream("consumer")
     slot = device_arena.reserve(256, "s")
-    slot.wait_ready(consumer)
-    view = slot.export()
     slot.record_release(consumer)
+    view = slot.export()
     slot.settle()
     assert FakeEvent.log == []
     del view
@@ -329,8 +325,8 @@ def test_release_event_covers_work_queued_until_the_last_view_died(device_arena)
 def test_memory_that_nobody_used_and_events_that_happened_are_not_waited_for(device_arena):
     consumer, link = FakeStream("consumer"), FakeStream("link")
     first, second = device_arena.reserve(256, "a"), device_arena.reserve(256, "b")
-    first.wait_ready(consumer)
-    second.wait_ready(consumer)
+    first.record_release(consumer)
+    second.record_release(consumer)
     first.settle()
     second.settle()
     FakeEvent.log[0].happened = True
@@ -344,7 +340,7 @@ def test_memory_that_nobody_used_and_events_that_happened_are_not_waited_for(dev
 
 def test_streams_are_no_ops_on_the_cpu():
     slot = Arena(256).reserve(1, "s")
-    for method in (slot.record_ready, slot.wait_ready, slot.record_release, slot.wait_release):
+    for method in (slot.record_release, slot.wait_release):
         method(None)
     slot.settle()
 

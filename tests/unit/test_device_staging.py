@@ -227,6 +227,19 @@ def test_misuse_is_refused_before_anything_is_queued():
         DeviceStager("cuda")
 
 
+def test_mode_of_captures_is_that_of_the_thread_and_comes_back(monkeypatch):
+    modes = [0]  # global: the default
+
+    def exchange(pointer):
+        pointer._obj.value, modes[0] = modes[0], pointer._obj.value
+        return 0
+
+    monkeypatch.setattr(device_staging, "_exchange_capture_mode", lambda: exchange)
+    with device_staging.beside_captures():
+        assert modes == [device_staging.CAPTURE_THREAD_LOCAL]
+    assert modes == [0]
+
+
 DTYPES = [
     torch.bool, torch.uint8, torch.int16, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float32,
     torch.int64, torch.float64, torch.complex64, torch.complex128,

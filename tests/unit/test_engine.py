@@ -385,6 +385,55 @@ def test_clean_close_flushes_and_abort_does_not(make_engine):
     assert groups[1].calls == ["abort"]
 
 
+def test_abort_waits_for_the_operation_that_another_thread_is_issuing(double):
+    sender, _, fabric = double
+    sender._group.slow_issue = threading.Event()
+    issuing = threading.Thread(target=sender.send, args=(buf(),))
+    group = sender._group
+    issuing.start()
+    until(lambda: fabric.sides[0].inside is not None)
+    sender.abort()
+    assert not sender.wait_closed(0.05)
+    assert group.calls == []
+    group.slow_issue.set()
+    assert sender.wait_closed(WAIT_S)
+    issuing.join(WAIT_S)
+    assert group.calls == ["abort"]
+    assert fabric.misuse == []
+    with pytest.raises(LinkError, match="aborted"):
+        sender.send(buf())
+
+
+def test_abort_does_not_wait_for_ever_for_an_operation_that_hangs(double, monkeypatch):
+    monkeypatch.setattr(nccl_group, "_ISSUE_S", 0.01)
+    sender, _, _ = double
+    group = sender._group
+    group.slow_issue = threading.Event()
+
+    def issue():
+        with pytest.raises(LinkError, match="aborted"):
+            sender.send(buf())
+
+    issuing = threading.Thread(target=issue)
+    issuing.start()
+    until(lambda: sender._issuing.locked())
+    sender.abort()
+    assert sender.wait_closed(WAIT_S)
+    assert group.calls == ["abort"]
+    group.slow_issue.set()
+    issuing.join(WAIT_S)
+
+
+def test_close_of_the_engine_waits_until_links_have_given_their_resources_back(make_engine, double):
+    engine = make_engine()
+    flushed = threading.Event()
+    group = double[0]._group
+    group.shutdown = lambda: (time.sleep(0.1), flushed.set())
+    attach(engine, double[0])
+    assert engine.close(WAIT_S) == []
+    assert flushed.is_set()
+
+
 def test_close_of_the_engine_aborts_what_does_not_end(make_engine, double):
     engine = make_engine()
     channel, record = attach(engine, double[1])

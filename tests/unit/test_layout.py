@@ -221,3 +221,18 @@ def test_views_of_unfit_slot_are_refused():
     ):
         with pytest.raises(MisuseError):
             layout.views(slot)
+
+
+@pytest.mark.parametrize("made_in_inference_mode", [False, True])
+@pytest.mark.parametrize("written_in_inference_mode", [False, True])
+def test_slot_is_written_in_any_mode_of_autograd(made_in_inference_mode, written_in_inference_mode, monkeypatch):
+    """A target puts under ``torch.inference_mode()``; the thread that sends writes the header without it."""
+    monkeypatch.setattr(SlotLayout, "_goes_together", staticmethod(lambda *_: False))  # as from another device
+    layout = layout_of({"x": torch.ones(3)})
+    with torch.inference_mode(made_in_inference_mode):
+        slot = torch.empty(layout.total_bytes, dtype=torch.uint8)
+    with torch.inference_mode(written_in_inference_mode):
+        layout.pack({"x": torch.ones(3, requires_grad=True)}, slot)
+        layout.write_header(slot, b"sample 1")
+    assert layout.read_header(slot) == b"sample 1"
+    assert layout.views(slot)["x"].tolist() == [1.0, 1.0, 1.0]

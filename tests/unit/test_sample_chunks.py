@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from nccl_stream import sample_chunks
 from nccl_stream.chunk_place import WHOLE, ChunkPlace
 from nccl_stream.chunk_policy import ChunkPolicy, FixedChunkPolicy, LeftContextChunkPolicy, SlidingWindowChunkPolicy
 from nccl_stream.errors import MisuseError, PeerTimeoutError, StreamBrokenError
@@ -131,6 +132,27 @@ def test_failure_comes_after_the_chunks_that_are_whole(harness):
         with pytest.raises(StreamBrokenError, match="killed") as info:
             next(chunks)
         assert info.value.num_pieces == 5
+
+
+def test_chunk_for_which_there_was_no_memory_comes_when_it_is_asked_for_again(harness, monkeypatch):
+    whole = make_whole(12)
+    writer, reader = harness.begin("s", window=4)
+    write(writer, whole, 12)
+    chunks = read_chunks(reader, FixedChunkPolicy(1), timeout=0.0)
+
+    def refuse(tensors, dim):
+        raise MemoryError("not now")
+
+    found = []
+    for _ in range(3):
+        with monkeypatch.context() as patch:
+            patch.setattr(sample_chunks, "join_tensors", refuse)
+            with pytest.raises(MemoryError):
+                next(chunks)
+        found.append(next(chunks))
+        check_chunk(found[-1], whole)
+    assert [chunk.place.start_position for chunk in found] == [0, 4, 8]
+    assert next(chunks, None) is None
 
 
 def test_pieces_go_back_before_their_last_chunk_is_used(harness):

@@ -94,6 +94,8 @@ def test_what_could_not_be_appended_is_tried_again():
             sequence.extend(whole, timeout=0.0)
         with pytest.raises(PeerTimeoutError):
             sequence.close(timeout=0.0)
+        with pytest.raises(MisuseError, match="has its end"):
+            sequence.extend(whole, timeout=0.0)  # the end may be filled with zeros by now
         reader = store.open_reader(writer.ref)
         for start in (0, 4, 8):
             piece = reader.next(timeout=0.0)

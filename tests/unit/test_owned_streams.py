@@ -1,0 +1,119 @@
+"""Streamed samples on their owner: when one can be delivered anew, and what else it does to the owner's books."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from nccl_stream.coordination.delivery import OwnerDelivery
+from nccl_stream.coordination.messages import Announce, Message, PieceReady, Progress
+from nccl_stream.coordination.owned import OwnedSample
+from nccl_stream.coordination.stream_owner import OwnedStream
+from nccl_stream.wire_header import check_header, make_piece_header
+from tests.property.streamed_world import PIECE, SPECS, Streamed, StreamedWorld
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.given: list[str] = []
+
+    def tell(self, draft: str, message: Message) -> None:
+        if isinstance(message, Announce):
+            self.given.append(draft)
+
+    def transmit(self, draft: str, gen: int, seq: int, sample: OwnedSample) -> None: ...
+
+    def transmit_piece(self, draft: str, gen: int, turn: int, sample: OwnedSample, piece: int) -> None: ...
+
+    def pieces_gone(self, sample: OwnedSample, count: int) -> None: ...
+
+    def settled(self, sample: OwnedSample) -> None: ...
+
+
+def make_owner(num_drafts: int = 1) -> tuple[OwnerDelivery, Recorder]:
+    port = Recorder()
+    owner = OwnerDelivery(port, num_drafts=num_drafts, static=False, window=8, max_failures=3, abreast=1)
+    for rank in range(num_drafts):
+        owner.draft_joined(f"d{rank}", rank)
+        owner.link_up(f"d{rank}", 1)
+    return owner, port
+
+
+@pytest.mark.parametrize("retain", [False, True])
+def test_reader_that_stopped_before_any_memory_came_back_loses_the_sample_unless_it_is_retained(retain: bool) -> None:
+    """Its producer is told that nobody reads, and goes: whoever read the sample again would wait for it for ever."""
+    owner, port = make_owner()
+    stream = OwnedStream(window=2, retain=retain, lengths=[8])
+    owner.offer("s", {}, 1, 0, stream)
+    owner.admitted("d0", 1, 0, 0, 0)
+    owner.pieces.progress("d0", Progress(0, 0, 0, 1, 0, True))
+    owner.settle("d0", [["s", 0, "fail", 1, "no use for it"]])
+    assert owner.books.lost == (not retain)
+    assert port.given == ["d0"] * (1 + retain)
+
+
+def test_stream_that_failed_before_it_was_opened_takes_no_place_in_a_round() -> None:
+    owner, port = make_owner(num_drafts=2)
+    owner.offer("s0", {}, 1, 0)
+    owner.ready("d0", 1, 0, 0)
+    owner.sent("d0", 1, 0, "s0", 1)
+    owner.settle("d0", [["s0", 0, "ack", 0, ""]])
+    stream = OwnedStream(window=2)
+    owner.offer("s1", {}, 1, 1, stream)
+    stream.error = "the forward went wrong"
+    owner.stream_changed("s1", stream)
+    owner.admitted("d1", 1, 0, 1, 0)
+    assert owner.books.lost == 1
+    owner.offer("s2", {}, 1, 2)
+    assert port.given == ["d0", "d1", "d1"]
+
+
+def test_piece_that_is_sent_anew_leaves_the_transfer_of_the_earlier_delivery_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its reader gave the sample back with pieces on their way, whose headers name that delivery."""
+    world = StreamedWorld(
+        1, streamed=1.0, window=2, pieces=1, targets=1, drafts=1, per_target=0, end="ragged", static=False, batch=1,
+        breaks=0, mail_faults=0, failures=0, deaths=[],
+    )  # fmt: skip
+    target = world.ranks["t0"]
+    sent: list[tuple[Any, list[torch.Tensor]]] = []
+    monkeypatch.setattr(target.links, "send", lambda inc, gen, token, buffers: sent.append((token, buffers)) or True)
+    delivery = target.side.delivery
+    writer = target.store.open_stream("s", SPECS, "run", piece_length=PIECE, window=2, retain=True)
+    target.side.link_up("d0", 1)
+    target.side.offer(writer.ref)
+    writer.append(Streamed(0, PIECE).piece(0, PIECE))
+    delivery.admitted("d0", 1, 0, 0, 0)
+    delivery.pieces.ready("d0", PieceReady(1, 0, 0, 0, 0))
+    delivery.settle("d0", [["s", 0, "fail", 1, "not usable"]])
+    delivery.admitted("d0", 1, 1, 0, 1)
+    delivery.pieces.ready("d0", PieceReady(1, 1, 0, 1, 0))
+    for number, (token, buffers) in enumerate(sent):
+        expected = make_piece_header("t0", "s", 0, gen=1, turn=number, serial=0, delivery=number)
+        whole = torch.cat(buffers)
+        check_header(token.piece.layout.read_header(whole), expected, "the piece", checksummed=False)
+        assert torch.equal(token.piece.layout.views(whole)["input_ids"], Streamed(0, PIECE)["input_ids"])
+    assert len(sent) == 2
+    writer.close()
+    delivery.settle("d0", [["s", 1, "ack", 0, ""]])
+    for token, _ in sent:
+        target.side.transfer_done(token)
+    arena = target.store.memory.pieces_arena
+    assert arena.free_bytes == arena.capacity_bytes
+
+
+def test_complete_sample_that_is_discarded_before_it_was_queued_is_forgotten() -> None:
+    world = StreamedWorld(
+        1, streamed=1.0, window=2, pieces=1, targets=1, drafts=1, per_target=0, end="ragged", static=False, batch=1,
+        breaks=0, mail_faults=0, failures=0, deaths=[],
+    )  # fmt: skip
+    target = world.ranks["t0"]
+    writer = target.store.open_stream("s", SPECS, "run", piece_length=PIECE, window=2)
+    writer.append(Streamed(0, PIECE).piece(0, PIECE))
+    writer.close()
+    assert target.store.discard(writer.ref)
+    target.side.streams.tick()
+    assert not target.side.streams._samples
