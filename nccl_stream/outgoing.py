@@ -66,8 +66,8 @@ class OutgoingStreams:
         """A piece was appended, or the sample was closed or failed."""
         stream = sample.stream
         self._delivery.stream_changed(sample.ref.sample_id, stream)
-        if stream.error and not sample.offered:
-            # Nobody has heard of it.
+        if stream.error and not sample.offered and self._samples.get(sample.ref.sample_id) is sample:
+            # Nobody has heard of it. Once only: another sample may have its name by now.
             self._forget(sample)
             self._side.store.discard(sample.ref)
         self.cond.notify_all()
