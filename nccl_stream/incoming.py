@@ -363,7 +363,8 @@ class IncomingReader(PieceReader):
                     raise self._count.broken(stream.broken)
                 waited = time.monotonic() - started
                 self._check_waited(waited, timeout)
-                streams.side.cond.wait(WAIT_S if timeout is None else max(0.0, min(WAIT_S, timeout - waited)))
+                rest = math.inf if timeout is None else max(0.0, timeout - waited)
+                streams.side.cond.wait(min(WAIT_S, streams.side.config.lease / 4, rest))
             views = streams.views(piece)
             self._count.add(piece.length)
         release = partial(streams.release, stream, self._token, piece, views)

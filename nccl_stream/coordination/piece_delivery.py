@@ -108,8 +108,16 @@ class PieceDelivery:
         stream = sample.stream
         assert stream is not None
         stream.go_on(message.gen, message.have)
-        self._port.pieces_gone(sample, stream.advance(message.freed, message.stopped))
+        freed = min(message.freed, self._first_unsent(inc, sample))
+        self._port.pieces_gone(sample, stream.advance(freed, message.stopped))
         self.announce(sample)
+
+    def _first_unsent(self, inc: str, sample: OwnedSample) -> int:
+        """Number of the first piece that was announced and not sent: its memory is needed, whatever a draft says."""
+        draft, delivery = self._drafts[inc], (sample.serial, sample.delivery)
+        asked = [key[2] for key in draft.pieces if key[:2] == delivery]
+        asked += [number for number, other, is_piece in draft.turns.values() if is_piece and other is sample]
+        return min(asked, default=sample.stream.announced if sample.stream is not None else 0)
 
 
 def _key(message: PieceReady | PieceSkip) -> tuple[int, int, int]:

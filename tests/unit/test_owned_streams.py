@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from nccl_stream.coordination.delivery import OwnerDelivery
-from nccl_stream.coordination.messages import Announce, Message, PieceReady, Progress
+from nccl_stream.coordination.messages import Announce, AnnouncePiece, Message, PieceReady, Progress
 from nccl_stream.coordination.owned import OwnedSample
 from nccl_stream.coordination.stream_owner import OwnedStream
+from nccl_stream.sample_stream import StreamWriter
 from nccl_stream.wire_header import check_header, make_piece_header
 from tests.property.streamed_world import PIECE, SPECS, Streamed, StreamedWorld
 
@@ -18,16 +19,21 @@ from tests.property.streamed_world import PIECE, SPECS, Streamed, StreamedWorld
 class Recorder:
     def __init__(self) -> None:
         self.given: list[str] = []
+        self.pieces: list[int] = []
+        self.gone = 0
 
     def tell(self, draft: str, message: Message) -> None:
         if isinstance(message, Announce):
             self.given.append(draft)
+        elif isinstance(message, AnnouncePiece):
+            self.pieces.append(message.piece)
 
     def transmit(self, draft: str, gen: int, seq: int, sample: OwnedSample) -> None: ...
 
     def transmit_piece(self, draft: str, gen: int, turn: int, sample: OwnedSample, piece: int) -> None: ...
 
-    def pieces_gone(self, sample: OwnedSample, count: int) -> None: ...
+    def pieces_gone(self, sample: OwnedSample, count: int) -> None:
+        self.gone = count
 
     def settled(self, sample: OwnedSample) -> None: ...
 
@@ -39,6 +45,19 @@ def make_owner(num_drafts: int = 1) -> tuple[OwnerDelivery, Recorder]:
         owner.draft_joined(f"d{rank}", rank)
         owner.link_up(f"d{rank}", 1)
     return owner, port
+
+
+def make_target() -> Any:
+    world = StreamedWorld(
+        1, streamed=1.0, window=2, pieces=1, targets=1, drafts=1, per_target=0, end="ragged", static=False, batch=1,
+        breaks=0, mail_faults=0, failures=0, deaths=[],
+    )  # fmt: skip
+    return world.ranks["t0"]
+
+
+def open_sample(target: Any, *, retain: bool = False) -> StreamWriter:
+    writer: StreamWriter = target.store.open_stream("s", SPECS, "run", piece_length=PIECE, window=2, retain=retain)
+    return writer
 
 
 @pytest.mark.parametrize("retain", [False, True])
@@ -74,15 +93,11 @@ def test_piece_that_is_sent_anew_leaves_the_transfer_of_the_earlier_delivery_as_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its reader gave the sample back with pieces on their way, whose headers name that delivery."""
-    world = StreamedWorld(
-        1, streamed=1.0, window=2, pieces=1, targets=1, drafts=1, per_target=0, end="ragged", static=False, batch=1,
-        breaks=0, mail_faults=0, failures=0, deaths=[],
-    )  # fmt: skip
-    target = world.ranks["t0"]
+    target = make_target()
     sent: list[tuple[Any, list[torch.Tensor]]] = []
     monkeypatch.setattr(target.links, "send", lambda inc, gen, token, buffers: sent.append((token, buffers)) or True)
     delivery = target.side.delivery
-    writer = target.store.open_stream("s", SPECS, "run", piece_length=PIECE, window=2, retain=True)
+    writer = open_sample(target, retain=True)
     target.side.link_up("d0", 1)
     target.side.offer(writer.ref)
     writer.append(Streamed(0, PIECE).piece(0, PIECE))
@@ -105,15 +120,52 @@ def test_piece_that_is_sent_anew_leaves_the_transfer_of_the_earlier_delivery_as_
     assert arena.free_bytes == arena.capacity_bytes
 
 
+def test_writer_that_fails_twice_leaves_the_next_sample_with_its_id_alone() -> None:
+    target = make_target()
+    first = open_sample(target)
+    first.fail("the forward went wrong")
+    second = open_sample(target)
+    first.fail("and again on the way out")
+    del first  # and once more, if its finalizer says so
+    target.side.streams.tick()
+    assert target.store.health().sample_count == 1
+    second.append(Streamed(0, PIECE).piece(0, PIECE))
+    assert second.close() == 1
+
+
 def test_complete_sample_that_is_discarded_before_it_was_queued_is_forgotten() -> None:
-    world = StreamedWorld(
-        1, streamed=1.0, window=2, pieces=1, targets=1, drafts=1, per_target=0, end="ragged", static=False, batch=1,
-        breaks=0, mail_faults=0, failures=0, deaths=[],
-    )  # fmt: skip
-    target = world.ranks["t0"]
-    writer = target.store.open_stream("s", SPECS, "run", piece_length=PIECE, window=2)
+    target = make_target()
+    writer = open_sample(target)
     writer.append(Streamed(0, PIECE).piece(0, PIECE))
     writer.close()
     assert target.store.discard(writer.ref)
     target.side.streams.tick()
     assert not target.side.streams._samples
+
+
+def test_draft_that_gives_back_what_was_not_sent_is_not_believed() -> None:
+    """Its receive may be posted, and then the bytes must follow."""
+    owner, port = make_owner()
+    stream = OwnedStream(window=2, lengths=[8, 8])
+    owner.offer("s", {}, 1, 0, stream)
+    owner.admitted("d0", 1, 0, 0, 0)
+    owner.pieces.ready("d0", PieceReady(1, 0, 0, 0, 0))
+    owner.pieces.progress("d0", Progress(0, 0, 0, 2, 2, False))
+    assert port.gone == 1
+    owner.pieces.ready("d0", PieceReady(1, 2, 0, 0, 1))  # of a turn that has not come
+    owner.pieces.progress("d0", Progress(0, 0, 0, 2, 2, False))
+    assert port.gone == 1
+
+
+def test_link_that_comes_back_goes_on_after_what_was_given_back() -> None:
+    owner, port = make_owner()
+    stream = OwnedStream(window=2, lengths=[8, 8, 8])
+    owner.offer("s", {}, 1, 0, stream)
+    owner.admitted("d0", 1, 0, 0, 0)
+    for piece in range(2):
+        owner.pieces.ready("d0", PieceReady(1, piece, 0, 0, piece))
+    owner.pieces.progress("d0", Progress(0, 0, 0, 2, 2, False))
+    owner.link_down("d0", 1)
+    owner.link_up("d0", 2)
+    owner.pieces.progress("d0", Progress(2, 0, 0, 0, 0, False))  # what it says it has is impossible
+    assert port.pieces == [0, 1, 2, 2]
