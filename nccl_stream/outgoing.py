@@ -67,7 +67,7 @@ class OutgoingStreams:
         stream = sample.stream
         self._delivery.stream_changed(sample.ref.sample_id, stream)
         if stream.error and not sample.offered and self._samples.get(sample.ref.sample_id) is sample:
-            # Nobody has heard of it. (By now its id may be that of another one.)
+            # Nobody has heard of it. Once only: another sample may have its name by now.
             self._forget(sample)
             self._side.store.discard(sample.ref)
         self.cond.notify_all()

@@ -8,7 +8,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -25,6 +25,8 @@ from nccl_stream.transport.layout import SlotLayout
 __all__ = ["Outbound", "OwnedPiece", "OwnedPieceWriter", "OwnedPieces", "Unconnected", "fail_sample"]
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 LOG_EVERY_S = 10.0
 WAIT_S = 0.5
@@ -85,14 +87,14 @@ class OwnedPieces:
         self._arena = arena
         self._grow = grow
         self._closed = False
-        nbytes = windows.total_bytes
+        nbytes = windows.total_bytes + windows.slot_bytes(1)  # one more, which is filled while the window is full
         self._slot = None if arena is None else arena.reserve(nbytes, f"window of sample {ref.sample_id}")
         memory = None if self._slot is None else self._slot.buffer
         self._ring = Arena(nbytes, device, memory=memory, on_free=self._memory_came_back)
 
     @property
     def nbytes(self) -> int:
-        """Memory of the window."""
+        """Memory of the window, and of the piece that is filled while that is full."""
         return self._ring.capacity_bytes
 
     def take(self, index: int, num_bytes: int) -> tuple[torch.Tensor, Slot | None] | None:
@@ -243,12 +245,15 @@ class OwnedPieceWriter(StreamWriter):
         with self._outbound.cond:
             self._check()
             layout = sample.windows.layout(sample.count.num_pieces, length)
-            buffer, slot = self._wait_for_memory(sum(spec.nbytes for spec in layout.specs.values()), timeout)
+            started = time.monotonic()
+            num_bytes = sum(spec.nbytes for spec in layout.specs.values())
+            buffer, slot = self._wait(lambda: self._take(num_bytes), started, timeout)
         try:
             self._pack(layout, tensors, buffer, slot)
             checksum = checksum_of(layout.views(buffer).values()) if self._checksums else None
             with self._outbound.cond:
                 self._check()
+                self._wait(lambda: sample.stream.has_room or None, started, timeout)
                 index, _ = sample.count.add(length)
                 sample.put(index, OwnedPiece(layout, buffer, slot, checksum))
                 slot = None
@@ -259,15 +264,21 @@ class OwnedPieceWriter(StreamWriter):
             if slot is not None:
                 slot.settle()
 
-    def _wait_for_memory(self, num_bytes: int, timeout: float | None) -> tuple[torch.Tensor, Slot | None]:
-        """Wait until the window has room for a piece; the lock is held."""
+    def _take(self, num_bytes: int) -> tuple[torch.Tensor, Slot | None] | None:
+        """Memory for the next piece, one ahead of the window; a retained sample grows only when it must."""
+        stream = self._sample.stream
+        if stream.retain and not stream.has_room:
+            return None
+        return self._sample.take(self._sample.count.num_pieces, num_bytes)
+
+    def _wait(self, get: Callable[[], T | None], started: float, timeout: float | None) -> T:
+        """Wait until the window has room, or there is memory, for a piece; the lock is held."""
         sample, stream = self._sample, self._sample.stream
-        started = time.monotonic()
         next_log = started + LOG_EVERY_S
         while True:
-            taken = sample.take(sample.count.num_pieces, num_bytes) if stream.has_room else None
-            if taken is not None:
-                return taken
+            found = get()
+            if found is not None:
+                return found
             waited = time.monotonic() - started
             if timeout is not None and waited >= timeout:
                 raise PeerTimeoutError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections.abc import Iterator
@@ -191,6 +192,19 @@ def test_sample_that_failed_before_it_was_queued_leaves_nothing(harness: Any) ->
     assert harness.target.store.health().sample_count == 0
     with pytest.raises(SampleNotFoundError):
         harness.target.queue.put(writer.ref)
+
+
+def test_writer_that_failed_long_ago_does_not_harm_a_namesake(harness: Any) -> None:
+    first = harness.open("s")
+    with harness.target._side.cond:
+        harness.target._side.streams.fail_open("not needed")
+    second = harness.open("s")
+    del first
+    gc.collect()
+    harness.target._side.streams.tick()
+    with pytest.raises(MisuseError, match="already"):
+        harness.open("s")
+    second.append(make_whole(PIECE))
 
 
 def test_append_to_a_full_window_that_nobody_queues_is_misuse() -> None:
