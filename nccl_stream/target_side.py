@@ -124,6 +124,7 @@ class TargetSide(Side):
         Raises:
             MisuseError: (``ValueError``) foreign ref, or its id is or was in use.
             SampleNotFoundError: (``KeyError``) the store does not hold it.
+            SpecMismatchError: (``RuntimeError``) the ref describes something else than what the store holds.
             ClosedError: (``RuntimeError``) the queue is closed, or no draft is left.
         """
         if not isinstance(ref, SampleRef):

@@ -18,7 +18,7 @@ import torch
 
 from nccl_stream.config import slot_bound
 from nccl_stream.errors import CapacityError, ClosedError, MisuseError, SampleNotFoundError, SpecMismatchError
-from nccl_stream.refs import FeatureAlgorithm, FeatureSpec, SampleRef
+from nccl_stream.refs import FeatureAlgorithm, FeatureSpec, SampleRef, StreamSpec
 from nccl_stream.sample_stream import OpenFeatureSpec, PieceReader, StreamWriter
 from nccl_stream.store import FeatureStore, StoreHandle, StoreHealth
 from nccl_stream.stores.owned_pieces import Outbound, OwnedPieces, OwnedPieceWriter, Unconnected
@@ -345,12 +345,26 @@ class NcclFeatureStore(FeatureStore):
             self.room_waited_s += time.monotonic() - started
 
     def pin(self, ref: SampleRef) -> tuple[OwnedBytes | OwnedPieces, StoreHandle]:
-        """Hold a resident sample for delivery; the handle keeps it until :meth:`unpin`."""
+        """Hold a resident sample for delivery; the handle keeps it until :meth:`unpin`.
+
+        Raises:
+            MisuseError: the ref belongs to another store.
+            SpecMismatchError: it describes something else than what is stored, which its reader could not receive.
+        """
         residency = self._require_target("put on the queue")
         if ref.store_uri != self._uri:
             raise MisuseError(f"sample {ref.sample_id!r} belongs to {ref.store_uri!r}, not to this rank's store")
         handle = StoreHandle(store=self, sample_id=ref.sample_id, ref=ref)
-        return residency.attach(handle), handle
+        owned = residency.attach(handle)
+        try:
+            if isinstance(owned, OwnedPieces):
+                _check_specs(ref, owned.ref.feature_specs, owned.ref.stream)
+            else:
+                _check_specs(ref, owned.layout.specs)
+        except BaseException:
+            residency.detach(handle)
+            raise
+        return owned, handle
 
     def unpin(self, handle: StoreHandle) -> None:
         """The sample has its outcome and no transfer reads it: free it."""
@@ -520,6 +534,6 @@ def _check_id(sample_id: str) -> None:
         raise MisuseError(f"sample_id {sample_id!r} looks like a path; ids are names without separators")
 
 
-def _check_specs(ref: SampleRef, stored: Mapping[str, FeatureSpec]) -> None:
-    if dict(ref.feature_specs) != dict(stored):
+def _check_specs(ref: SampleRef, stored: Mapping[str, FeatureSpec], stream: StreamSpec | None = None) -> None:
+    if dict(ref.feature_specs) != dict(stored) or ref.stream != stream:
         raise SpecMismatchError(f"sample {ref.sample_id!r}: the ref's specs differ from what is stored")

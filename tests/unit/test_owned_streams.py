@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from nccl_stream.coordination.delivery import OwnerDelivery
 from nccl_stream.coordination.messages import Announce, AnnouncePiece, Message, PieceReady, Progress
 from nccl_stream.coordination.owned import OwnedSample
 from nccl_stream.coordination.stream_owner import OwnedStream
+from nccl_stream.errors import SpecMismatchError
+from nccl_stream.refs import FeatureSpec
 from nccl_stream.sample_stream import StreamWriter
 from nccl_stream.wire_header import check_header, make_piece_header
 from tests.property.streamed_world import PIECE, SPECS, Streamed, StreamedWorld
@@ -169,3 +172,23 @@ def test_link_that_comes_back_goes_on_after_what_was_given_back() -> None:
     owner.link_up("d0", 2)
     owner.pieces.progress("d0", Progress(2, 0, 0, 0, 0, False))  # what it says it has is impossible
     assert port.pieces == [0, 1, 2, 2]
+
+
+def test_ref_of_an_earlier_sample_with_that_id_is_refused() -> None:
+    """Its reader would wait for other messages than come."""
+    target = make_target()
+    first = open_sample(target)
+    first.fail("the forward went wrong")
+    open_sample(target, retain=True)
+    with pytest.raises(SpecMismatchError):
+        target.side.offer(first.ref)
+    assert not target.side.delivery.books.put
+
+
+def test_ref_of_other_specs_than_were_stored_is_refused() -> None:
+    target = make_target()
+    ref = target.store.put("s", dict(Streamed(0, PIECE)), "run")
+    specs = {**ref.feature_specs, "input_ids": FeatureSpec((1, PIECE + 1), torch.int64)}
+    with pytest.raises(SpecMismatchError):
+        target.side.offer(replace(ref, feature_specs=specs))
+    target.side.offer(ref)
