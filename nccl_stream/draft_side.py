@@ -359,7 +359,8 @@ class DraftSide(Side):
             elif isinstance(message, Go) and self.rounds is not None:
                 self.rounds.on_go(inc, message)
             elif isinstance(message, End) and message.cohort == self.cohort:
-                self._take_end(EndDecision.of(message))
+                # In turn with the books of the dead that it follows: they say what was lost.
+                self._defer(lambda _: self._take_end_now(EndDecision.of(message)))
             elif isinstance(message, Leaving):
                 self._left.add(inc)
                 self._draft_ended(has_left(inc), sender.rank)
@@ -457,6 +458,10 @@ class DraftSide(Side):
             self._take_end(decision)
             members = [] if self.rounds is None else self.rounds.members
         self.tell_all(End(self.cohort, members, decision.rounds, decision.error, decision.stopped))
+
+    def _take_end_now(self, decision: EndDecision) -> None:
+        with self.cond:
+            self._take_end(decision)
 
     def _take_end(self, decision: EndDecision) -> None:
         if self.rounds is None or self.rounds.end is not None:
