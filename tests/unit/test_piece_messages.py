@@ -221,10 +221,15 @@ def test_receives_are_served_in_turn_and_once(owner: OwnerPort) -> None:
 
 def test_progress_brings_credit_once_and_never_more_than_was_announced(owner: OwnerPort) -> None:
     pieces = owner.delivery.pieces
+    pieces.ready(DRAFT, m.PieceReady(1, 0, 0, 0, 0))
     for _ in range(2):
         pieces.progress(DRAFT, m.Progress(0, 0, 0, 1, 1, False))
     assert owner.announced() == [0, 1, 2]
     assert owner.gone == 1
+    pieces.progress(DRAFT, m.Progress(0, 0, 0, 99, 99, False))
+    assert owner.gone == 1, "nothing can come back that was not sent"
+    for piece in (1, 2):
+        pieces.ready(DRAFT, m.PieceReady(1, piece, 0, 0, piece))
     pieces.progress(DRAFT, m.Progress(0, 0, 0, 99, 99, False))
     assert owner.gone == 3
     owner.append(FULL)
@@ -268,6 +273,7 @@ def test_stream_goes_back_to_its_first_piece_only_while_that_is_here(owner: Owne
     owner.delivery.settle(DRAFT, [["s", 0, "back", 0, "no use"]])
     assert owner.delivery.phases() == {"s": Phase.ASSIGNED}
     owner.delivery.admitted(DRAFT, 1, 1, 0, 1)
+    owner.delivery.pieces.ready(DRAFT, m.PieceReady(1, 0, 0, 1, 0))
     owner.delivery.pieces.progress(DRAFT, m.Progress(0, 0, 1, 1, 1, False))
     owner.delivery.settle(DRAFT, [["s", 1, "back", 0, "no use"]])
     assert owner.delivery.books.lost == 1
