@@ -231,6 +231,9 @@ def run_colocated(arguments: argparse.Namespace, target: Target, dataset: Window
     if trainer.rank == 0:
         report(trainer, arguments, losses, None)
     if grouped:
+        # Waiting lets go of the GIL. gloo's thread needs it to drop the tensors of the last collective, and the group,
+        # which goes with the draft, waits for that thread without letting go.
+        dist.barrier()
         dist.destroy_process_group()
 
 
