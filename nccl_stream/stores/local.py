@@ -146,7 +146,7 @@ class LocalFeatureStore(FeatureStore):
             retain=retain,
             run_id=run_id,
             store_uri=self._uri,
-            feature_keys={name: f"{sample_id}/{name}" for name in specs} if isinstance(specs, Mapping) else {},
+            key_prefix=f"{sample_id}/",
             algorithm=algorithm,
             schema_version=schema_version,
             num_tokens=num_tokens,

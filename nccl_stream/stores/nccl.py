@@ -254,7 +254,6 @@ class NcclFeatureStore(FeatureStore):
             retain=retain,
             run_id=run_id,
             store_uri=self._uri,
-            feature_keys={name: name for name in specs} if isinstance(specs, Mapping) else {},
             algorithm=algorithm,
             schema_version=schema_version,
             num_tokens=num_tokens,

@@ -27,7 +27,7 @@ def stream_ref(
     retain: bool,
     run_id: str,
     store_uri: str,
-    feature_keys: Mapping[str, str],
+    key_prefix: str = "",
     algorithm: FeatureAlgorithm,
     schema_version: int,
     num_tokens: int,
@@ -36,6 +36,10 @@ def stream_ref(
     attributes: Mapping[str, str] | None,
 ) -> SampleRef:
     """Make the ref of a streamed sample; ``estimated_bytes`` is :func:`window_bytes`.
+
+    Args:
+        key_prefix: what stands before the features' names in their keys.
+        ...: as for :meth:`FeatureStore.open_stream`.
 
     Raises:
         MisuseError: (``ValueError``) specs that are none, none that is open, or a value that a ref refuses.
@@ -60,7 +64,7 @@ def stream_ref(
         sample_id=sample_id,
         run_id=run_id,
         store_uri=store_uri,
-        feature_keys=feature_keys,
+        feature_keys={name: f"{key_prefix}{name}" for name in specs},
         feature_specs=full,
         algorithm=algorithm,
         schema_version=schema_version,
