@@ -20,12 +20,12 @@ import torch
 from nccl_stream.errors import RefError
 from nccl_stream.refs import FeatureSpec, SampleRef
 
-__all__ = ["OPEN", "OpenFeatureSpec", "Piece", "PieceReader", "StreamWriter"]
+__all__ = ["OPEN", "ClosesOrFails", "OpenFeatureSpec", "Piece", "PieceReader", "StreamWriter"]
 
 OPEN = -1
 """Stands in a shape for the size that is not known yet."""
 
-W = TypeVar("W", bound="StreamWriter")
+W = TypeVar("W", bound="ClosesOrFails")
 R = TypeVar("R", bound="PieceReader")
 
 
@@ -94,7 +94,34 @@ class Piece:
         self.on_release()
 
 
-class StreamWriter(ABC):
+class ClosesOrFails(ABC):
+    """Closes on the way out of a ``with``; with an exception, also one of :meth:`close`, it fails."""
+
+    @abstractmethod
+    def close(self) -> int:
+        """Nothing follows; returns the number of pieces."""
+
+    @abstractmethod
+    def fail(self, error: BaseException | str) -> None:
+        """The rest never comes."""
+
+    def __enter__(self: W) -> W:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        if exc is not None:
+            self.fail(exc)
+            return
+        try:
+            self.close()
+        except BaseException as error:
+            self.fail(error)
+            raise
+
+
+class StreamWriter(ClosesOrFails):
     """The producer's end of one streamed sample. For one thread at a time.
 
     As a context manager it closes the sample on the way out; with an exception it fails it. A writer that is dropped
@@ -149,21 +176,6 @@ class StreamWriter(ABC):
 
         Idempotent; without effect on a sample that was closed, or whose store is closed. Never blocks.
         """
-
-    def __enter__(self: W) -> W:
-        return self
-
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
-    ) -> None:
-        if exc is not None:
-            self.fail(exc)
-            return
-        try:
-            self.close()
-        except BaseException as error:
-            self.fail(error)
-            raise
 
 
 class PieceReader(ABC):

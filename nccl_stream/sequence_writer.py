@@ -9,20 +9,16 @@ slots would put zeros at every border instead, and labels from nowhere.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import TracebackType
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from nccl_stream.errors import MisuseError
 from nccl_stream.refs import FeatureAlgorithm, FeatureSpec
-from nccl_stream.sample_stream import OpenFeatureSpec, StreamWriter
+from nccl_stream.sample_stream import ClosesOrFails, OpenFeatureSpec, StreamWriter
 from nccl_stream.schema import FRAME_ATTRIBUTE, LAST_HIDDEN, schema_of
 
 __all__ = ["SequenceWriter", "open_specs"]
-
-W = TypeVar("W", bound="SequenceWriter")
 
 
 def open_specs(algorithm: FeatureAlgorithm, tensors: Mapping[str, Tensor]) -> dict[str, FeatureSpec | OpenFeatureSpec]:
@@ -42,7 +38,7 @@ def open_specs(algorithm: FeatureAlgorithm, tensors: Mapping[str, Tensor]) -> di
     }
 
 
-class SequenceWriter:
+class SequenceWriter(ClosesOrFails):
     """Brings positions into the frame of the sample's algorithm and appends them in full pieces.
 
     As a context manager it closes the sample on the way out; with an exception it fails it. Holds up to a piece and one
@@ -152,18 +148,3 @@ class SequenceWriter:
             name: tensor.narrow(dim := self._dims[name], length, tensor.shape[dim] - length)
             for name, tensor in self._pending.items()
         }
-
-    def __enter__(self: W) -> W:
-        return self
-
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
-    ) -> None:
-        if exc is not None:
-            self.fail(exc)
-            return
-        try:
-            self.close()
-        except BaseException as error:
-            self.fail(error)
-            raise
