@@ -2,6 +2,7 @@
 
 import os
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 # No test may depend on an absolute time: the machine may be busy.
@@ -13,3 +14,9 @@ settings.load_profile("default")
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 # Every test and every process that it starts has one of two cores at most.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(autouse=True)
+def _long_form_on_demand(request):
+    if request.node.get_closest_marker("slow") and "slow" not in str(request.config.getoption("markexpr")):
+        pytest.skip("long form; run it with -m slow")

@@ -317,9 +317,7 @@ def test_every_sample_comes_through_whole(sample: Sample) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_ten_thousand_samples_come_through_whole(request: pytest.FixtureRequest) -> None:
-    if "slow" not in str(request.config.getoption("markexpr")):
-        pytest.skip("long form; run it with -m slow")
+def test_ten_thousand_samples_come_through_whole() -> None:
     every = settings(max_examples=10_000, deadline=None, suppress_health_check=list(HealthCheck))
     every(given(samples())(check))()
 

@@ -291,9 +291,7 @@ def test_every_stream_equals_its_offline_chunks(stream: Stream) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_ten_thousand_streams_equal_their_offline_chunks(request: pytest.FixtureRequest) -> None:
-    if "slow" not in str(request.config.getoption("markexpr")):
-        pytest.skip("long form; run it with -m slow")
+def test_ten_thousand_streams_equal_their_offline_chunks() -> None:
     every = settings(max_examples=10_000, deadline=None, suppress_health_check=list(HealthCheck))
     every(given(streams())(check))()
 

@@ -1,7 +1,5 @@
 """Whole streams, one event at a time: the real sides over faulty mail, links that break and ranks that are killed."""
 
-import logging
-
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -11,6 +9,8 @@ from nccl_stream.coordination.messages import Leaving
 from nccl_stream.errors import WireFormatError
 from tests.property.simulation import run
 from tests.property.stream_world import World
+
+pytestmark = pytest.mark.usefixtures("quiet")
 
 STREAMS = {
     "seed": st.integers(0, 2**32),
@@ -22,14 +22,6 @@ STREAMS = {
     "batch": st.integers(1, 2),
 }
 SOME = settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _quiet():
-    """Thousands of simulated faults are logged as what they are."""
-    logging.disable(logging.CRITICAL)
-    yield
-    logging.disable(logging.NOTSET)
 
 
 def simulate(**kwargs):

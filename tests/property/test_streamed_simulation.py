@@ -1,7 +1,5 @@
 """Samples that travel in pieces, one event at a time: over faulty mail, links that break and ranks that are killed."""
 
-import logging
-
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
@@ -9,6 +7,8 @@ from hypothesis import strategies as st
 from nccl_stream.errors import PeerLostError
 from tests.property.simulation import run
 from tests.property.streamed_world import Streamed, StreamedWorld
+
+pytestmark = pytest.mark.usefixtures("quiet")
 
 STREAMS = {
     "seed": st.integers(0, 2**32),
@@ -23,14 +23,6 @@ STREAMS = {
     "pieces": st.integers(0, 9),
 }
 SOME = settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _quiet():
-    """Thousands of simulated faults are logged as what they are."""
-    logging.disable(logging.CRITICAL)
-    yield
-    logging.disable(logging.NOTSET)
 
 
 def simulate(**kwargs):
