@@ -12,7 +12,6 @@ from nccl_stream.chunk_policy import FixedChunkPolicy, LeftContextChunkPolicy
 from nccl_stream.errors import (
     ConfigError,
     MisuseError,
-    NcclStreamError,
     ProducerFailedError,
     SchemaError,
     StreamBrokenError,
@@ -24,48 +23,16 @@ from nccl_stream.sample_stream import OpenFeatureSpec
 from nccl_stream.stores.local import LocalFeatureStore
 from nccl_stream.testing.store_suite import make_sample
 from nccl_stream.testing.stream_suite import PIECE, SPECS, cut, make_whole
-
-POLICY = LeftContextChunkPolicy(2, 1)  # pieces; a window of 4 holds a chunk, its context and one more
-WAIT_S = 60.0
+from tests.unit.chunk_producers import POLICY, WAIT_S, Producers
 
 
-class World:
+class World(Producers):
     """A store, a queue, and producers in threads of their own."""
 
     def __init__(self, **queue_args):
         self.store = LocalFeatureStore()
         self.queue = SampleRefQueue(self.store, **queue_args)
-        self.threads = []
-        self.errors = []
-
-    def open(self, sample_id, *, window=4, **kwargs):
-        writer = self.store.open_stream(sample_id, SPECS, "run", piece_length=PIECE, window=window, **kwargs)
-        self.queue.put(writer.ref)
-        return writer
-
-    def produce(self, sample_id, length, *, delay=0.0, fail_after=None, fill=0, **kwargs):
-        writer = self.open(sample_id, **kwargs)
-        whole = make_whole(length, fill)
-
-        def run():
-            try:
-                with writer:
-                    for index, start in enumerate(range(0, length, PIECE)):
-                        if index == fail_after:
-                            raise KeyError("the prefill went wrong")
-                        time.sleep(delay)
-                        writer.append(cut(whole, start, min(start + PIECE, length)))
-            except (NcclStreamError, KeyError) as error:
-                self.errors.append(error)
-
-        self.threads.append(threading.Thread(target=run, daemon=True))
-        self.threads[-1].start()
-        return whole
-
-    def join(self):
-        for thread in self.threads:
-            thread.join(WAIT_S)
-            assert not thread.is_alive()
+        super().__init__(self.store, self.queue)
 
     def books(self):
         found = self.queue.statistics()

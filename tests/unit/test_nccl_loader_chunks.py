@@ -11,16 +11,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nccl_stream.chunk_policy import LeftContextChunkPolicy
 from nccl_stream.config import StreamConfig
-from nccl_stream.errors import NcclStreamError, StreamBrokenError, StreamLostError
+from nccl_stream.errors import StreamBrokenError, StreamLostError
 from nccl_stream.loader import FeatureDataLoader
 from nccl_stream.testing.store_suite import make_sample
 from nccl_stream.testing.stream_suite import PIECE, SPECS, cut, make_whole
+from tests.unit.chunk_producers import POLICY, WAIT_S, Producers
 from tests.unit.test_nccl_store import MIB, open_pair
 
-POLICY = LeftContextChunkPolicy(2, 1)
-WAIT_S = 60.0
 CONFIG = StreamConfig(
     max_sample_bytes=MIB,
     arena_bytes=4 * MIB,
@@ -34,33 +32,12 @@ CONFIG = StreamConfig(
 )
 
 
-class World:
+class World(Producers):
     def __init__(self, config: StreamConfig = CONFIG) -> None:
         self.target, self.draft, self.server = open_pair(config)
-        self.threads: list[threading.Thread] = []
-        self.errors: list[BaseException] = []
+        super().__init__(self.target.store, self.target.queue)
         self.lost: list[str] = []
         self.target.on_lost(self.lost.extend)
-
-    def produce(self, sample_id, length, *, delay=0.0, fail_after=None, retain=False):
-        writer = self.target.store.open_stream(sample_id, SPECS, "run", piece_length=PIECE, window=4, retain=retain)
-        self.target.queue.put(writer.ref)
-        whole = make_whole(length)
-
-        def run():
-            try:
-                with writer:
-                    for index, start in enumerate(range(0, length, PIECE)):
-                        if index == fail_after:
-                            raise KeyError("the prefill went wrong")
-                        time.sleep(delay)
-                        writer.append(cut(whole, start, min(start + PIECE, length)))
-            except (NcclStreamError, KeyError) as error:
-                self.errors.append(error)
-
-        self.threads.append(threading.Thread(target=run, daemon=True))
-        self.threads[-1].start()
-        return whole
 
     def loader(self, **kwargs):
         return FeatureDataLoader(self.draft.queue, self.draft.store, **{"chunk_policy": POLICY, **kwargs})
@@ -85,9 +62,7 @@ class World:
     def close(self):
         self.draft.close()
         self.target.close()
-        for thread in self.threads:
-            thread.join(WAIT_S)
-            assert not thread.is_alive()
+        self.join()
 
 
 @pytest.fixture
