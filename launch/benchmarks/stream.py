@@ -17,7 +17,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.multiprocessing as mp
+from _pair import run_pair
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
 import nccl_stream
@@ -84,7 +84,7 @@ def _draft(stream: Any, samples: int) -> float:
     return time.perf_counter() - started
 
 
-def _main(side: int, port: int, options: argparse.Namespace, out: Any) -> None:
+def _main(side: int, port: int, options: argparse.Namespace) -> dict[str, Any] | None:
     torch.set_num_threads(1)
     store = TCPStore("127.0.0.1", port, is_master=False)
     nbytes = options.mib * MIB
@@ -131,8 +131,9 @@ def _main(side: int, port: int, options: argparse.Namespace, out: Any) -> None:
                 _draft(stream, options.samples)
             allocations = counted.total
             assert stream.queue.acquire(30.0) is None
-    if side == 1:
-        out.put({"results": results, "allocations": allocations, "bytes": sum(t.nbytes for t in features.values())})
+    if side == 0:
+        return None
+    return {"results": results, "allocations": allocations, "bytes": sum(t.nbytes for t in features.values())}
 
 
 def main() -> None:
@@ -143,15 +144,7 @@ def main() -> None:
     parser.add_argument("--chunk-mib", type=int, default=16)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    context = mp.get_context("spawn")
-    out = context.Queue()
-    processes = [context.Process(target=_main, args=(side, store.port, options, out)) for side in (0, 1)]
-    for process in processes:
-        process.start()
-    found = out.get(timeout=600)
-    for process in processes:
-        process.join(60)
+    _, found = run_pair(_main, options)
     if options.json:
         print(json.dumps(found))
         return

@@ -17,7 +17,7 @@ import time
 from typing import Any
 
 import torch
-import torch.multiprocessing as mp
+from _pair import run_pair
 from torch.distributed import TCPStore
 
 import nccl_stream
@@ -128,7 +128,7 @@ def _acquire(stream: Any) -> Any:
     return lease
 
 
-def _main(side: int, port: int, options: argparse.Namespace, out: Any) -> None:
+def _main(side: int, port: int, options: argparse.Namespace) -> dict[str, Any]:
     torch.set_num_threads(1)
     store = TCPStore("127.0.0.1", port, is_master=False)
     modes: dict[str, _Whole | _Pieces] = {"whole": _Whole(options), "pieces": _Pieces(options)}
@@ -163,7 +163,7 @@ def _main(side: int, port: int, options: argparse.Namespace, out: Any) -> None:
     pieces = modes["pieces"]
     assert isinstance(pieces, _Pieces)
     found = {"times": times, "bytes": {mode: work.nbytes for mode, work in modes.items()}}
-    out.put((side, {**found, "most": pieces.most, "window": pieces.window, "count": pieces.count}))
+    return {**found, "most": pieces.most, "window": pieces.window, "count": pieces.count}
 
 
 def main() -> None:
@@ -174,15 +174,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    context = mp.get_context("spawn")
-    out = context.Queue()
-    processes = [context.Process(target=_main, args=(side, store.port, options, out)) for side in (0, 1)]
-    for process in processes:
-        process.start()
-    sides = dict(out.get(timeout=600) for _ in processes)
-    for process in processes:
-        process.join(60)
+    sides = dict(enumerate(run_pair(_main, options)))
     if options.json:
         print(json.dumps(sides))
         return
