@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import pickle
+import signal
 import time
 from collections import deque
 from datetime import timedelta
@@ -172,9 +173,12 @@ def draft(spec, journal):
 
     ``max_steps``: leave after so many samples; ``hold``: keep so many tensors alive and look at them again before
     dropping them; ``raise_at``: fail with that sample in hand; ``stall_at``: (count, gate) wait with a lease in hand;
-    ``linger``: gate to wait for before leaving.
+    ``linger``: gate to wait for before leaving; ``handle_signals``: stop on SIGTERM, for which there is a handler.
     """
     with join(spec, "draft", journal) as stream:
+        if "handle_signals" in spec:
+            signal.signal(signal.SIGTERM, lambda number, frame: journal.say("earlier handler", number=number))
+            stream.handle_signals()
         stream.on_lost(lambda ids: journal.say("lost", ids=list(ids)))
         consume(spec, journal, stream)
         journal.say("drained")

@@ -1,5 +1,7 @@
 """A draft that leaves early hands back what it has, and ends nothing for the others."""
 
+import signal
+
 import pytest
 
 from tests.distributed.harness import Run
@@ -43,3 +45,25 @@ def test_targets_end_when_every_draft_has_left(tmp_path):
             books = owner.said("own books")[-1]
             assert books["put"] == books["acked"] + books["resident"]
         assert sum(owner.said("own books")[-1]["acked"] for owner in owners) == 12
+
+
+@pytest.mark.parametrize("end", ["drop", "ragged"])
+def test_signal_stops_every_rank_in_good_order(tmp_path, end):
+    """Handed back samples stay with their owners, and whoever handled the signal before is called."""
+    with Run(tmp_path, targets=2, drafts=2, config={"end": end}, samples=4000) as run:
+        owners, takers = run.start_all(
+            target={"pace": 0.01}, draft={"pace": 0.01, "handle_signals": True, "books": False}
+        )
+        run.wait_got(takers[1], 5)
+        takers[1].signal(signal.SIGTERM)
+        run.wait_ended(*owners, *takers)
+        assert [worker.error for worker in (*owners, *takers)] == [None] * 4
+        assert [taker.said("earlier handler") != [] for taker in takers] == [False, True]
+        for owner in owners:
+            assert "asked to stop" in owner.said("closed")[0]["text"]
+            books = owner.said("own books")[-1]
+            assert books["put"] == books["acked"] + books["resident"]
+        acked = [number for taker in takers for number in taker.acked]
+        assert len(acked) == len(set(acked)) == sum(owner.said("own books")[-1]["acked"] for owner in owners)
+        if end == "drop":
+            assert len(takers[0].got) == len(takers[1].got)
