@@ -69,6 +69,23 @@ def test_killed_ranks_everybody_else_ends_and_the_books_close(**kwargs):
 
 
 @given(
+    **{
+        **STREAMS,
+        "targets": st.just(1),
+        "drafts": st.integers(2, 3),
+        "per_target": st.integers(4, 10),
+        "end": st.sampled_from(["drop", "pad"]),
+    },
+    mail_faults=st.integers(0, 2),
+)
+@SOME
+def test_drafts_that_end_together_for_a_loss_all_know_what_was_lost(**kwargs):
+    """The end follows the books of the dead, and no draft takes it before it has read them."""
+    world, _ = simulate(breaks=0, failures=0, deaths=["t0"], **kwargs)
+    assert len({type(draft.error) for draft in world.survivors("draft")}) == 1
+
+
+@given(
     **{**STREAMS, "targets": st.integers(2, 3), "static": st.just(True), "end": st.sampled_from(["drop", "pad"])},
     mail_faults=st.integers(0, 2),
     uneven=st.integers(1, 25),
