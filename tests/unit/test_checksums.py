@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
 
-from nccl_stream.config import StreamConfig
 from nccl_stream.coordination.intake import DraftIntake
 from nccl_stream.coordination.messages import Announce, Settle
 from nccl_stream.errors import LinkError
@@ -18,21 +18,13 @@ from nccl_stream.testing.store_suite import make_sample
 from nccl_stream.transport.layout import SMALL_BYTES
 from nccl_stream.wire_header import check_header, make_header
 from tests.unit.helpers import make_ref
-from tests.unit.test_nccl_store import MIB, open_pair, target_store
+from tests.unit.test_nccl_store import CONFIG, open_pair, target_store
 
 NAMED = {"gen": 1, "seq": 2, "serial": 3, "delivery": 0}
 
 
 def config(**more):
-    return StreamConfig(
-        max_sample_bytes=8 * MIB,
-        arena_bytes=48 * MIB,
-        max_bytes=16 * MIB,
-        end="ragged",
-        device="cpu",
-        connect_timeout=60.0,
-        **more,
-    )
+    return replace(CONFIG, poison=False, **more)
 
 
 def test_header_carries_the_checksum_and_only_where_it_is_expected():
