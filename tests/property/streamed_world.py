@@ -283,8 +283,7 @@ class StreamedWorld(World):
         elif self.flips and self.rng.random() < 0.4:
             self.flips -= 1
             self.flipped_pieces += 1
-            windows = self.ranks[token.delivery.owner].side.streams._samples[token.delivery.sample_id].windows
-            layout = windows.layout(token.index, token.length)
+            layout = token.delivery.stream.window.layout.layout(token.index, token.length)
             name = self.rng.choice(sorted(layout.specs))
             place = layout.offsets[name] + self.rng.randrange(layout.specs[name].nbytes)
             buffers[place // layout.chunk_bytes][place % layout.chunk_bytes] ^= 1 << self.rng.randrange(8)

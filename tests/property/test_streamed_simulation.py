@@ -104,6 +104,10 @@ def test_killed_ranks_everybody_else_ends_and_the_books_close(**kwargs):
     seed=0, targets=3, drafts=2, per_target=4, end="drop", static=True, batch=2, streamed=1.0, window=4, pieces=4,
     flips=1, budget=1,
 )  # fmt: skip
+@example(  # the last piece arrives when its producer has closed
+    seed=85728013, targets=1, drafts=3, per_target=4, end="drop", static=True, batch=2, streamed=1.0, window=1,
+    pieces=0, flips=1, budget=0,
+)  # fmt: skip
 @SOME
 def test_bits_flipped_on_the_wire_reach_nobody(**kwargs):
     """A spoilt piece comes again over the next link; a stream with more of them than its budget breaks off."""

@@ -25,7 +25,7 @@ def draft():
 def admit(side):
     ref = stream_ref(
         "s", SPECS, piece_length=PIECE, window=WINDOW, retain=False, run_id="run", store_uri="nccl://run/t0",
-        feature_keys={name: name for name in SPECS}, algorithm=FeatureAlgorithm.EAGLE3, schema_version=1, num_tokens=0,
+        algorithm=FeatureAlgorithm.EAGLE3, schema_version=1, num_tokens=0,
         target_model_version="0", draft_weight_version="0", attributes=None,
     )  # fmt: skip
     side.intake.announced("t0", Announce(1, 0, 0, 0, 0, 0, ref.to_wire()))
