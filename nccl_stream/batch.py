@@ -9,10 +9,10 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from nccl_stream.chunk_place import WHOLE, ChunkPlace
 from nccl_stream.errors import SchemaError
 from nccl_stream.refs import FeatureAlgorithm, FrozenDict
 from nccl_stream.schema import schema_of
+from nccl_stream.streamed.place import WHOLE, ChunkPlace
 
 __all__ = ["FeatureBatch", "batch_of", "register_batch"]
 

@@ -34,7 +34,7 @@ from nccl_stream.refs import FeatureAlgorithm
 from nccl_stream.renewal import LeaseRenewer
 from nccl_stream.schema import schema_of, validate_ref
 from nccl_stream.store import FeatureStore, StoreHandle
-from nccl_stream.streamed_samples import StreamedSamples
+from nccl_stream.streamed.batches import StreamedSamples
 from nccl_stream.vocab import VOCABULARY_ATTRIBUTE, DraftVocabulary
 
 __all__ = ["FeatureDataLoader"]

@@ -20,7 +20,7 @@ import torch
 
 from nccl_stream.errors import RefError, WireFormatError
 from nccl_stream.frozen import FrozenDict
-from nccl_stream.stream_spec import StreamSpec
+from nccl_stream.streamed.spec import StreamSpec
 
 __all__ = [
     "MAX_WIRE_BYTES",

@@ -20,14 +20,11 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from nccl_stream.async_pipeline import PromptBatch
-from nccl_stream.cohort import form_cohort
 from nccl_stream.config import StreamConfig
 from nccl_stream.coordination.kv import ControlStore, clone_store, tcp_store
 from nccl_stream.coordination.membership import Identity, RunShape, Timing
 from nccl_stream.coordination.messages import StopRequest
 from nccl_stream.coordination.node import Node
-from nccl_stream.draft_queue import DraftQueue
-from nccl_stream.draft_side import DraftSide
 from nccl_stream.errors import (
     ClosedError,
     ConfigError,
@@ -36,15 +33,18 @@ from nccl_stream.errors import (
     MisuseError,
     PeerLostError,
 )
-from nccl_stream.links import Links
 from nccl_stream.prompts import shard_prompts
+from nccl_stream.ranks.cohort import form_cohort
+from nccl_stream.ranks.draft_queue import DraftQueue
+from nccl_stream.ranks.draft_side import DraftSide
+from nccl_stream.ranks.links import Links
+from nccl_stream.ranks.statistics import StreamStatistics, read_statistics
+from nccl_stream.ranks.target_side import TargetQueue, TargetSide
 from nccl_stream.sharing import SharedTensors
-from nccl_stream.statistics import StreamStatistics, read_statistics
 from nccl_stream.stores.nccl import NcclFeatureStore
 from nccl_stream.stores.owned_pieces import OwnedPieces
 from nccl_stream.stores.residency import Residency
 from nccl_stream.stores.staged import OwnedBytes, make_sample_memory
-from nccl_stream.target_side import TargetQueue, TargetSide
 from nccl_stream.transport.arena import Arena
 from nccl_stream.transport.engine import TransferEngine
 

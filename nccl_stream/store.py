@@ -13,7 +13,7 @@ import torch
 
 from nccl_stream.errors import MisuseError, SampleNotFoundError
 from nccl_stream.refs import FeatureAlgorithm, FeatureSpec, SampleRef
-from nccl_stream.sample_stream import OpenFeatureSpec, PieceReader, StreamWriter
+from nccl_stream.streamed.sample import OpenFeatureSpec, PieceReader, StreamWriter
 
 __all__ = ["FeatureStore", "StoreHandle", "StoreHealth"]
 

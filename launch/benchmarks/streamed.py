@@ -23,7 +23,7 @@ from torch.distributed import TCPStore
 import nccl_stream
 from nccl_stream import FeatureAlgorithm, StreamConfig
 from nccl_stream.refs import FeatureSpec
-from nccl_stream.sample_stream import OpenFeatureSpec
+from nccl_stream.streamed.sample import OpenFeatureSpec
 
 MIB = 1 << 20
 DEPTH = 4

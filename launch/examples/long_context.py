@@ -32,8 +32,8 @@ import nccl_stream
 from nccl_stream.chunk_policy import LeftContextChunkPolicy
 from nccl_stream.loader import FeatureDataLoader
 from nccl_stream.refs import FeatureAlgorithm, SampleRef
-from nccl_stream.sequence_writer import SequenceWriter, open_specs
 from nccl_stream.store import FeatureStore
+from nccl_stream.streamed.writer import SequenceWriter, open_specs
 from nccl_stream.target import HFEagle3TargetModel
 
 VOCABULARY, HIDDEN, AUX_LAYERS = 512, 32, (0, 1, 2)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from nccl_stream.coordination.messages import AnnouncePiece, Message, PieceReady, PieceSkip, Progress, StreamEnd
-from nccl_stream.stream_spec import StreamSpec
+from nccl_stream.streamed.spec import StreamSpec
 
 if TYPE_CHECKING:
     from nccl_stream.coordination.intake import Delivery

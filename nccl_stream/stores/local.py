@@ -13,12 +13,12 @@ import torch
 
 from nccl_stream.errors import ClosedError, MisuseError, SampleNotFoundError, SpecMismatchError, StreamLostError
 from nccl_stream.refs import FeatureAlgorithm, FeatureSpec, SampleRef
-from nccl_stream.sample_stream import OpenFeatureSpec
 from nccl_stream.store import FeatureStore, StoreHandle, StoreHealth
 from nccl_stream.stores.local_stream import LocalPieceReader, LocalStream, LocalStreamWriter
 from nccl_stream.stores.pieces import read_joined, require_stream, stream_ref
 from nccl_stream.stores.residency import Residency
 from nccl_stream.stores.tensors import check_tensors, copy_tensor
+from nccl_stream.streamed.sample import OpenFeatureSpec
 
 __all__ = ["LocalFeatureStore"]
 

@@ -13,9 +13,9 @@ import torch
 
 from nccl_stream.errors import ClosedError, MisuseError, PeerTimeoutError, StreamLostError
 from nccl_stream.refs import SampleRef
-from nccl_stream.sample_stream import Piece, PieceReader, StreamWriter
 from nccl_stream.stores.pieces import PieceCount, require_stream
 from nccl_stream.stores.tensors import copy_tensor
+from nccl_stream.streamed.sample import Piece, PieceReader, StreamWriter
 
 __all__ = ["LocalPieceReader", "LocalStream", "LocalStreamWriter"]
 

@@ -19,7 +19,6 @@ import torch
 from nccl_stream.config import slot_bound
 from nccl_stream.errors import CapacityError, ClosedError, MisuseError, SampleNotFoundError, SpecMismatchError
 from nccl_stream.refs import FeatureAlgorithm, FeatureSpec, SampleRef, StreamSpec
-from nccl_stream.sample_stream import OpenFeatureSpec, PieceReader, StreamWriter
 from nccl_stream.store import FeatureStore, StoreHandle, StoreHealth
 from nccl_stream.stores.owned_pieces import Outbound, OwnedPieces, OwnedPieceWriter, Unconnected
 from nccl_stream.stores.pieces import read_joined, require_stream, stream_ref
@@ -27,6 +26,7 @@ from nccl_stream.stores.residency import Residency
 from nccl_stream.stores.staged import OwnedBytes, SampleMemory
 from nccl_stream.stores.tensors import check_finite, check_tensors, checksum_of, copy_tensor
 from nccl_stream.stores.windows import WindowLayout
+from nccl_stream.streamed.sample import OpenFeatureSpec, PieceReader, StreamWriter
 from nccl_stream.transport.arena import Arena, Slot
 from nccl_stream.transport.layout import SlotLayout
 
@@ -237,7 +237,7 @@ class NcclFeatureStore(FeatureStore):
         Put its ref on the queue before more than a window of pieces is appended. Draft ranks that take rounds together
         need a sample each: open as many samples at once as the drafts need for a round, or the one that has its sample
         waits for the others, and its producer for it. With ``issue="pump"`` append with a timeout, and pump in between;
-        the same goes for the reader's :meth:`~nccl_stream.sample_stream.PieceReader.next`.
+        the same goes for the reader's :meth:`~nccl_stream.streamed.sample.PieceReader.next`.
 
         Raises:
             MisuseError: (``ValueError``) bad id, specs or sizes, or this is a draft rank.

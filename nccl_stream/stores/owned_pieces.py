@@ -15,10 +15,10 @@ import torch
 from nccl_stream.coordination.stream_owner import OwnedStream
 from nccl_stream.errors import ClosedError, MisuseError, PeerTimeoutError, StreamLostError
 from nccl_stream.refs import SampleRef
-from nccl_stream.sample_stream import StreamWriter
 from nccl_stream.stores.pieces import PieceCount, require_stream
 from nccl_stream.stores.tensors import check_finite, checksum_of
 from nccl_stream.stores.windows import WindowLayout
+from nccl_stream.streamed.sample import StreamWriter
 from nccl_stream.transport.arena import Arena, Slot
 from nccl_stream.transport.layout import SlotLayout
 

@@ -12,8 +12,8 @@ import torch
 
 from nccl_stream.errors import ClosedError, MisuseError, StreamBrokenError
 from nccl_stream.refs import FeatureAlgorithm, FeatureSpec, SampleRef, StreamSpec
-from nccl_stream.sample_stream import OpenFeatureSpec, PieceReader
 from nccl_stream.stores.tensors import check_tensors, copy_tensor, join_tensors
+from nccl_stream.streamed.sample import OpenFeatureSpec, PieceReader
 
 __all__ = ["PieceCount", "piece_specs", "read_joined", "require_stream", "stream_ref", "window_bytes"]
 

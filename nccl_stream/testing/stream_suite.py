@@ -29,7 +29,7 @@ from nccl_stream.errors import (
     StreamLostError,
 )
 from nccl_stream.refs import FeatureAlgorithm, FeatureSpec, SampleRef
-from nccl_stream.sample_stream import OpenFeatureSpec, Piece, PieceReader, StreamWriter
+from nccl_stream.streamed.sample import OpenFeatureSpec, Piece, PieceReader, StreamWriter
 from nccl_stream.testing.store_suite import ALL_DTYPES, StoreHarness, raw_bytes
 
 __all__ = ["SPECS", "SampleStreamConformance", "StreamHarness", "cut", "make_whole"]

@@ -11,7 +11,7 @@ import time
 import torch
 
 from nccl_stream.errors import NcclStreamError, StreamBrokenError, StreamLostError
-from nccl_stream.sample_stream import OpenFeatureSpec
+from nccl_stream.streamed.sample import OpenFeatureSpec
 from tests.distributed.workers import join, sample, say_books, wait_gate
 
 PIECE = 16

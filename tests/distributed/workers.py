@@ -16,11 +16,11 @@ import torch.distributed as dist
 import torch.utils.data
 
 import nccl_stream
-import nccl_stream.links
+import nccl_stream.ranks.links
 from nccl_stream.config import StreamConfig
 from nccl_stream.coordination.kv import tcp_store
-from nccl_stream.draft_side import DraftSide
 from nccl_stream.errors import ClosedError
+from nccl_stream.ranks.draft_side import DraftSide
 from nccl_stream.transport.process_group import GlooLink
 
 torch.set_num_threads(1)
@@ -103,7 +103,7 @@ def join(spec, role, journal):
     ``forks``: then run so many loader processes.
     """
     if spec.get("no_links"):
-        nccl_stream.links.Links.opening = lambda self, inc, gen: None
+        nccl_stream.ranks.links.Links.opening = lambda self, inc, gen: None
     if "flip_every" in spec:
         flip_on_the_wire(spec["flip_every"])
     if "flip" in spec:

@@ -11,7 +11,7 @@ from torch.distributed import TCPStore
 
 import nccl_stream
 from nccl_stream.config import StreamConfig
-from nccl_stream.sample_stream import OpenFeatureSpec
+from nccl_stream.streamed.sample import OpenFeatureSpec
 from nccl_stream.testing.store_suite import make_sample
 
 pytestmark = [

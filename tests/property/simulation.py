@@ -59,7 +59,7 @@ class End:
 
 
 class Ends:
-    """The links of one process, with the interface of ``nccl_stream.links.Links``; ``side`` 0 sends.
+    """The links of one process, with the interface of ``nccl_stream.ranks.links.Links``; ``side`` 0 sends.
 
     Args:
         net: all processes by name, each with a ``links``; shared by the whole simulation.

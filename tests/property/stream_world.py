@@ -12,13 +12,13 @@ from nccl_stream.coordination.kv import dump_json, load_json
 from nccl_stream.coordination.mailbox import Mailbox
 from nccl_stream.coordination.membership import Gone, Member
 from nccl_stream.coordination.messages import decode_message, encode_message
-from nccl_stream.draft_queue import DraftQueue, PaddingLease
-from nccl_stream.draft_side import DraftSide
 from nccl_stream.errors import ClosedError, NcclStreamError, WireFormatError
+from nccl_stream.ranks.draft_queue import DraftQueue, PaddingLease
+from nccl_stream.ranks.draft_side import DraftSide
+from nccl_stream.ranks.target_side import TargetSide
 from nccl_stream.stores.nccl import NcclFeatureStore
 from nccl_stream.stores.residency import Residency
 from nccl_stream.stores.staged import make_sample_memory
-from nccl_stream.target_side import TargetSide
 from nccl_stream.testing.clock import FakeClock
 from nccl_stream.transport.arena import Arena
 from tests.property.simulation import Ends

@@ -5,7 +5,7 @@ import torch
 from nccl_stream.coordination.stream_intake import IncomingPiece
 from nccl_stream.errors import NcclStreamError, PeerTimeoutError, StreamBrokenError, StreamLostError
 from nccl_stream.refs import FeatureSpec
-from nccl_stream.sample_stream import OpenFeatureSpec
+from nccl_stream.streamed.sample import OpenFeatureSpec
 from nccl_stream.transport.layout import ALIGN_BYTES, HEADER_BYTES
 from tests.property.stream_world import DraftRank, TargetRank, World
 

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from nccl_stream.chunk_policy import ChunkPolicy, FixedChunkPolicy, LeftContextChunkPolicy, SlidingWindowChunkPolicy
 from nccl_stream.errors import ClosedError, MisuseError, NcclStreamError, PeerTimeoutError, StreamLostError
 from nccl_stream.refs import FeatureSpec, SampleRef
-from nccl_stream.sample_chunks import SampleChunk, read_chunks
-from nccl_stream.sample_stream import OpenFeatureSpec, Piece, PieceReader
 from nccl_stream.stores.local import LocalFeatureStore
+from nccl_stream.streamed.chunks import SampleChunk, read_chunks
+from nccl_stream.streamed.sample import OpenFeatureSpec, Piece, PieceReader
 
 SPECS: dict[str, FeatureSpec | OpenFeatureSpec] = {
     "aux_hidden_states": OpenFeatureSpec((1, -1, 3), torch.float32),

@@ -11,9 +11,9 @@ import pytest
 from torch.distributed import TCPStore
 
 import nccl_stream
-from nccl_stream import links
 from nccl_stream.config import StreamConfig
 from nccl_stream.coordination.kv import clone_store
+from nccl_stream.ranks import links
 
 MIB = 1 << 20
 CONFIG = StreamConfig(

@@ -14,11 +14,11 @@ import torch
 from torch.utils.data import DataLoader
 
 from nccl_stream.config import StreamConfig
-from nccl_stream.draft_queue import DraftQueue, PaddingLease
 from nccl_stream.errors import ConfigError, MisuseError, ProducerFailedError, SchemaError
 from nccl_stream.loader import FeatureDataLoader
 from nccl_stream.producer import FeatureProducer
 from nccl_stream.queue import SampleRefQueue, VisibilityTimeout
+from nccl_stream.ranks.draft_queue import DraftQueue, PaddingLease
 from nccl_stream.stores.local import LocalFeatureStore
 from tests.unit.pipeline_support import HIDDEN, Background, FakeTarget, packed_prompt, prompt, sample_bytes, wait_until
 

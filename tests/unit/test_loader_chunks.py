@@ -19,8 +19,8 @@ from nccl_stream.errors import (
 )
 from nccl_stream.loader import FeatureDataLoader
 from nccl_stream.queue import SampleRefQueue, VisibilityTimeout
-from nccl_stream.sample_stream import OpenFeatureSpec
 from nccl_stream.stores.local import LocalFeatureStore
+from nccl_stream.streamed.sample import OpenFeatureSpec
 from nccl_stream.testing.store_suite import make_sample
 from nccl_stream.testing.stream_suite import PIECE, SPECS, cut, make_whole
 from tests.unit.chunk_producers import POLICY, WAIT_S, Producers

@@ -10,7 +10,7 @@ import pytest
 
 from nccl_stream.config import StreamConfig
 from nccl_stream.refs import SampleRef
-from nccl_stream.sample_stream import StreamWriter
+from nccl_stream.streamed.sample import StreamWriter
 from nccl_stream.testing import stream_suite
 from nccl_stream.testing.stream_suite import SampleStreamConformance
 from tests.unit.test_nccl_store import MIB, StreamHarness, open_pair, target_store

@@ -14,7 +14,7 @@ from nccl_stream.coordination.owned import OwnedSample
 from nccl_stream.coordination.stream_owner import OwnedStream
 from nccl_stream.errors import SpecMismatchError
 from nccl_stream.refs import FeatureSpec
-from nccl_stream.sample_stream import StreamWriter
+from nccl_stream.streamed.sample import StreamWriter
 from nccl_stream.wire_header import check_header, make_piece_header
 from tests.property.streamed_world import PIECE, SPECS, Streamed, StreamedWorld
 

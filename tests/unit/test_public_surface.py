@@ -12,7 +12,9 @@ import pytest
 import nccl_stream
 
 # Packages that only hold modules.
-PLAIN_PACKAGES = {f"nccl_stream.{name}" for name in ("coordination", "interop", "stores", "testing", "transport")}
+PLAIN_PACKAGES = {
+    f"nccl_stream.{name}" for name in ("coordination", "interop", "ranks", "stores", "streamed", "testing", "transport")
+}
 
 
 @pytest.mark.parametrize("flag", ["is_closed", "is_drained"])

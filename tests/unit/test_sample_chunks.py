@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from nccl_stream import sample_chunks
-from nccl_stream.chunk_place import WHOLE, ChunkPlace
 from nccl_stream.chunk_policy import ChunkPolicy, FixedChunkPolicy, LeftContextChunkPolicy, SlidingWindowChunkPolicy
 from nccl_stream.errors import MisuseError, PeerTimeoutError, StreamBrokenError
-from nccl_stream.sample_chunks import read_chunks
 from nccl_stream.stores.local import LocalFeatureStore
+from nccl_stream.streamed import chunks as sample_chunks
+from nccl_stream.streamed.chunks import read_chunks
+from nccl_stream.streamed.place import WHOLE, ChunkPlace
 from nccl_stream.testing.stream_suite import PIECE, SPECS, StreamHarness, cut, make_whole, write
 
 

@@ -16,8 +16,8 @@ from nccl_stream.errors import (
 )
 from nccl_stream.interop.nemo import to_nemo_ref
 from nccl_stream.refs import FeatureSpec, SampleRef, StreamSpec
-from nccl_stream.sample_stream import OpenFeatureSpec
 from nccl_stream.stores.shared_dir import SharedDirFeatureStore
+from nccl_stream.streamed.sample import OpenFeatureSpec
 from tests.unit.helpers import CORE, make_ref
 
 DIMS = dict.fromkeys(CORE, 1)

@@ -9,8 +9,8 @@ from nccl_stream.capture import shift_left
 from nccl_stream.errors import MisuseError, PeerTimeoutError, SchemaError, StreamBrokenError
 from nccl_stream.refs import FeatureAlgorithm, FeatureSpec
 from nccl_stream.schema import FRAME_ATTRIBUTE, NORM_ATTRIBUTE, schema_of
-from nccl_stream.sequence_writer import SequenceWriter, open_specs
 from nccl_stream.stores.local import LocalFeatureStore
+from nccl_stream.streamed.writer import SequenceWriter, open_specs
 
 
 def make_whole(algorithm, length, *, last_hidden=False):

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import torch
 
-from nccl_stream.chunk_place import ChunkPlace
 from nccl_stream.chunk_policy import ChunkPolicy
 from nccl_stream.errors import MisuseError
-from nccl_stream.sample_stream import Piece, PieceReader
 from nccl_stream.stores.pieces import require_stream
 from nccl_stream.stores.tensors import copy_tensor, join_tensors
 from nccl_stream.stream_buffer import StreamBuffer, StreamChunk
+from nccl_stream.streamed.place import ChunkPlace
+from nccl_stream.streamed.sample import Piece, PieceReader
 
 __all__ = ["ChunkIterator", "SampleChunk", "read_chunks"]
 

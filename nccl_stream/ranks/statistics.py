@@ -8,8 +8,8 @@ from typing import Any
 
 from nccl_stream.coordination.kv import ControlStore
 from nccl_stream.coordination.node import Node
-from nccl_stream.draft_side import DraftSide
-from nccl_stream.target_side import TargetSide
+from nccl_stream.ranks.draft_side import DraftSide
+from nccl_stream.ranks.target_side import TargetSide
 
 __all__ = ["StreamStatistics", "read_statistics"]
 

@@ -33,7 +33,6 @@ from nccl_stream.coordination.node import Node
 from nccl_stream.coordination.rounds import EndDecision, Rounds, read_end, settle_end
 from nccl_stream.coordination.stream_intake import IncomingPiece, IncomingStream
 from nccl_stream.device_staging import aside
-from nccl_stream.draft_leases import DraftLeases
 from nccl_stream.errors import (
     CapacityError,
     ChecksumError,
@@ -48,16 +47,17 @@ from nccl_stream.errors import (
     VersionMismatchError,
     WireFormatError,
 )
-from nccl_stream.estates import Estates
-from nccl_stream.incoming import IncomingStreams
 from nccl_stream.leases import FailOutcome, Lease
-from nccl_stream.links import Links
+from nccl_stream.ranks.draft_leases import DraftLeases
+from nccl_stream.ranks.estates import Estates
+from nccl_stream.ranks.incoming import IncomingStreams
+from nccl_stream.ranks.links import Links
+from nccl_stream.ranks.side import Side, take_due
 from nccl_stream.refs import SampleRef
-from nccl_stream.sample_stream import PieceReader
-from nccl_stream.side import Side, take_due
 from nccl_stream.stores.nccl import NcclFeatureStore, Received
 from nccl_stream.stores.pieces import window_bytes
 from nccl_stream.stores.tensors import checksum_of
+from nccl_stream.streamed.sample import PieceReader
 from nccl_stream.transport.arena import Arena
 from nccl_stream.wire_header import check_header, make_header
 

@@ -7,9 +7,9 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from nccl_stream.draft_side import DraftSide
 from nccl_stream.errors import MisuseError
 from nccl_stream.leases import Lease
+from nccl_stream.ranks.draft_side import DraftSide
 from nccl_stream.refs import SampleRef
 
 __all__ = ["DraftQueue", "PaddingLease"]

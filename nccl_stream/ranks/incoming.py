@@ -16,7 +16,6 @@ from nccl_stream.coordination.intake import Delivery, DraftIntake
 from nccl_stream.coordination.messages import AnnouncePiece, Message, StreamEnd, StreamOpen, Withdraw
 from nccl_stream.coordination.stream_intake import IncomingPiece, IncomingStream
 from nccl_stream.device_staging import aside
-from nccl_stream.draft_leases import DraftLeases
 from nccl_stream.errors import (
     ChecksumError,
     ClosedError,
@@ -25,14 +24,15 @@ from nccl_stream.errors import (
     StreamLostError,
     WireFormatError,
 )
-from nccl_stream.links import Links
+from nccl_stream.ranks.draft_leases import DraftLeases
+from nccl_stream.ranks.links import Links
+from nccl_stream.ranks.side import Side
 from nccl_stream.refs import SampleRef
-from nccl_stream.sample_stream import Piece, PieceReader
-from nccl_stream.side import Side
 from nccl_stream.stores.nccl import NcclFeatureStore
 from nccl_stream.stores.pieces import PieceCount, require_stream
 from nccl_stream.stores.tensors import checksum_of
 from nccl_stream.stores.windows import WindowLayout
+from nccl_stream.streamed.sample import Piece, PieceReader
 from nccl_stream.transport.arena import Arena, Slot
 from nccl_stream.wire_header import check_header, make_piece_header
 

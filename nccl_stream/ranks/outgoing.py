@@ -14,7 +14,7 @@ from nccl_stream.coordination.messages import Admit, Message, PieceReady, PieceS
 from nccl_stream.coordination.owned import OwnedSample
 from nccl_stream.device_staging import aside
 from nccl_stream.errors import PeerLostError
-from nccl_stream.side import Side
+from nccl_stream.ranks.side import Side
 from nccl_stream.stores.owned_pieces import OwnedPiece, OwnedPieces, fail_sample
 from nccl_stream.wire_header import make_piece_header
 

@@ -12,7 +12,7 @@ from nccl_stream.coordination.kv import ControlStore
 from nccl_stream.coordination.messages import Message
 from nccl_stream.coordination.node import Node
 from nccl_stream.errors import NcclStreamError, WireFormatError
-from nccl_stream.links import Links
+from nccl_stream.ranks.links import Links
 from nccl_stream.stores.nccl import NcclFeatureStore
 
 __all__ = ["Side", "take_due"]

@@ -38,10 +38,10 @@ from nccl_stream.errors import (
     VersionMismatchError,
 )
 from nccl_stream.leases import Lease
-from nccl_stream.links import Links
-from nccl_stream.outgoing import OutgoingStreams, PieceSending
+from nccl_stream.ranks.links import Links
+from nccl_stream.ranks.outgoing import OutgoingStreams, PieceSending
+from nccl_stream.ranks.side import Side, take_due
 from nccl_stream.refs import SampleRef
-from nccl_stream.side import Side, take_due
 from nccl_stream.store import StoreHandle, StoreHealth
 from nccl_stream.stores.nccl import NcclFeatureStore
 from nccl_stream.stores.owned_pieces import OwnedPieces

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from nccl_stream.errors import MisuseError
 from nccl_stream.refs import FeatureAlgorithm, FeatureSpec
-from nccl_stream.sample_stream import ClosesOrFails, OpenFeatureSpec, StreamWriter
 from nccl_stream.schema import FRAME_ATTRIBUTE, LAST_HIDDEN, schema_of
+from nccl_stream.streamed.sample import ClosesOrFails, OpenFeatureSpec, StreamWriter
 
 __all__ = ["SequenceWriter", "open_specs"]
 

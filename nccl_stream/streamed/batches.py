@@ -8,10 +8,10 @@ from nccl_stream.batch import FeatureBatch, batch_of
 from nccl_stream.chunk_policy import ChunkPolicy
 from nccl_stream.errors import ClosedError
 from nccl_stream.leases import Lease
-from nccl_stream.sample_chunks import ChunkIterator, read_chunks
-from nccl_stream.sample_stream import PieceReader
 from nccl_stream.store import FeatureStore
 from nccl_stream.stores.pieces import read_joined
+from nccl_stream.streamed.chunks import ChunkIterator, read_chunks
+from nccl_stream.streamed.sample import PieceReader
 
 __all__ = ["StreamedSamples"]
 

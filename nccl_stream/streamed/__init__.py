@@ -1,0 +1,1 @@
+"""Samples that travel in pieces while they are produced."""
