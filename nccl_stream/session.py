@@ -9,19 +9,17 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType, TracebackType
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
-from torch.distributed.rendezvous import rendezvous
 
 from nccl_stream.async_pipeline import PromptBatch
 from nccl_stream.config import StreamConfig
-from nccl_stream.coordination.kv import ControlStore, clone_store, tcp_store
+from nccl_stream.coordination.kv import ControlStore, clone_store
 from nccl_stream.coordination.membership import Identity, RunShape, Timing
 from nccl_stream.coordination.messages import StopRequest
 from nccl_stream.coordination.node import Node
@@ -38,6 +36,7 @@ from nccl_stream.ranks.cohort import form_cohort
 from nccl_stream.ranks.draft_queue import DraftQueue
 from nccl_stream.ranks.draft_side import DraftSide
 from nccl_stream.ranks.links import Links
+from nccl_stream.ranks.place import Place, Role, find_place, pick_device, reach_store
 from nccl_stream.ranks.statistics import StreamStatistics, read_statistics
 from nccl_stream.ranks.target_side import TargetQueue, TargetSide
 from nccl_stream.sharing import SharedTensors
@@ -52,26 +51,11 @@ __all__ = ["Stream", "connect"]
 
 logger = logging.getLogger(__name__)
 
-Role = Literal["target", "draft"]
 T = TypeVar("T")
 
 LINK_ATTEMPT_S = 30.0  # one attempt at building a link; several fit into connect_timeout
 CLOSE_S = 5.0
 STATISTICS_TIMEOUT_S = 10.0  # twice what a connection takes when an answer of the name server is lost
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Where this process stands in the run."""
-
-    role: Role
-    rank: int
-    num_targets: int
-    num_drafts: int
-    one_launch: bool
-    scope: str
-    global_ranks: tuple[int, ...]
-    hosts_store: bool = False
 
 
 def connect(
@@ -115,10 +99,10 @@ def connect(
     if not isinstance(run_id, str) or not run_id or len(run_id) > 200 or "/" in run_id:
         raise ConfigError(f"run_id must be a non-empty str of at most 200 characters without '/', got {run_id!r}")
     deadline = time.monotonic() + config.connect_timeout
-    place = _find_place(store, role, rank, num_targets, num_drafts, target_ranks)
+    place = find_place(store, role, rank, num_targets, num_drafts, target_ranks)
     config.check_run(num_targets=place.num_targets, num_drafts=place.num_drafts)
     client = _bounded(
-        lambda: _reach_store(store, config.connect_timeout), config.connect_timeout + 5.0, "reaching the store"
+        lambda: reach_store(store, config.connect_timeout), config.connect_timeout + 5.0, "reaching the store"
     )
     stream = Stream(client, place, run_id, config)
     try:
@@ -152,135 +136,6 @@ def _bounded(call: Callable[[], T], timeout: float, what: str) -> T:
     return outcome[0]
 
 
-def _reach_store(store: str | Store | None, timeout: float) -> Store:
-    limit = timedelta(seconds=timeout)
-    if store is None:
-        return next(iter(rendezvous("env://", timeout=limit)))[0]  # type: ignore[no-any-return]
-    if isinstance(store, str):
-        host, port = _parse_address(store)
-        try:
-            return tcp_store(host, port, serve=False, timeout=timeout)
-        except (RuntimeError, ValueError) as exc:
-            raise ControlStoreError(
-                f"no store answers at {store} within {timeout:.0f} s: start one there with "
-                f"'nccl-stream store --port {port}' ({str(exc).splitlines()[0][:200]})"
-            ) from exc
-    return store
-
-
-def _parse_address(address: str) -> tuple[str, int]:
-    host, separator, port = address.removeprefix("tcp://").rpartition(":")
-    if not address.startswith("tcp://") or not separator or not host or not port.isdigit():
-        raise ConfigError(f"a store address looks like tcp://host:port, got {address!r}")
-    return host.strip("[]"), int(port)
-
-
-def _env_int(name: str) -> int | None:
-    value = os.environ.get(name)
-    if value is None:
-        return None
-    if not value.isdigit():
-        raise ConfigError(f"{name}={value!r} in the environment is not a number")
-    return int(value)
-
-
-def _find_place(
-    store: object,
-    role: Role | None,
-    rank: int | None,
-    num_targets: int | None,
-    num_drafts: int | None,
-    target_ranks: Sequence[int] | None,
-) -> _Place:
-    if role not in (None, "target", "draft"):
-        raise ConfigError(f"role must be 'target' or 'draft', got {role!r}")
-    for name, value in (("num_targets", num_targets), ("num_drafts", num_drafts)):
-        if value is not None and (type(value) is not int or value < 1):
-            raise ConfigError(f"{name} must be a positive int, got {value!r}")
-    if role is None and rank is not None:
-        raise ConfigError("rank goes with role: give both (two launches) or neither (one launch)")
-    env_rank, env_world = _env_int("RANK"), _env_int("WORLD_SIZE")
-    if role is not None:
-        return _place_of_two_launches(role, rank, env_rank, env_world, num_targets, num_drafts)
-    if env_rank is None or env_world is None:
-        raise ConfigError(
-            "no role given and RANK/WORLD_SIZE are not set: start this under torchrun, or pass role, rank, num_targets "
-            "and num_drafts"
-        )
-    if target_ranks is None:
-        if num_targets is None:
-            raise ConfigError("give num_targets (the first ranks are targets) or target_ranks")
-        target_ranks = range(num_targets)
-    targets = tuple(sorted(set(target_ranks)))
-    drafts = tuple(r for r in range(env_world) if r not in targets)
-    if not targets or targets[0] < 0 or targets[-1] >= env_world or not drafts:
-        raise ConfigError(
-            f"{len(targets)} target ranks {list(targets)[:8]} do not fit a world of {env_world}: at least one target "
-            f"and one draft rank are needed. Start torchrun with more processes, or lower num_targets."
-        )
-    if num_targets is not None and num_targets != len(targets):
-        raise ConfigError(f"num_targets={num_targets}, but target_ranks names {len(targets)}")
-    if num_drafts is not None and num_drafts != len(drafts):
-        raise ConfigError(
-            f"num_drafts={num_drafts}, but a world of {env_world} with {len(targets)} targets leaves {len(drafts)}"
-        )
-    own = targets if env_rank in targets else drafts
-    # rendezvous() already puts torchrun's restart count into the store's prefix where torchrun hosts the store.
-    scope = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    hosts = store is None and env_rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    return _Place(
-        "target" if own is targets else "draft", own.index(env_rank), len(targets), len(drafts), True, scope, own, hosts
-    )
-
-
-def _place_of_two_launches(
-    role: Role,
-    rank: int | None,
-    env_rank: int | None,
-    env_world: int | None,
-    num_targets: int | None,
-    num_drafts: int | None,
-) -> _Place:
-    own = num_targets if role == "target" else num_drafts
-    if rank is None:
-        rank = env_rank
-        if env_world is not None:
-            if own is not None and own != env_world:
-                raise ConfigError(f"num_{role}s={own}, but this launch has {env_world} ranks")
-            own = env_world
-    if role == "target":
-        num_targets = own
-    else:
-        num_drafts = own
-    if rank is None or num_targets is None or num_drafts is None:
-        raise ConfigError(
-            "with a role, num_targets and num_drafts are needed (this launch's own count and rank come from torchrun, "
-            "the rest must be given)"
-        )
-    assert own is not None
-    if not 0 <= rank < own:
-        raise ConfigError(f"{role} rank {rank} is outside of the {own} {role} ranks")
-    return _Place(role, rank, num_targets, num_drafts, False, "0", tuple(range(own)))
-
-
-def _pick_device(config: StreamConfig) -> torch.device:
-    if config.device is not None:
-        device = torch.device(config.device)
-    else:
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device.type == "cuda":
-        if not torch.cuda.is_available():
-            raise ConfigError(
-                f"device={config.device!r}, but this process sees no GPU; use device='cpu' for gloo links"
-            )
-        if device.index is None:
-            local = _env_int("LOCAL_RANK")
-            device = torch.device("cuda", torch.cuda.current_device() if local is None else local)
-    elif device.type != "cpu":
-        raise ConfigError(f"streams run on cuda or cpu, got device={config.device!r}")
-    return device
-
-
 class Stream:
     """One process's part of a stream. Made by :func:`connect`; a context manager.
 
@@ -296,13 +151,13 @@ class Stream:
         queue: puts on a target, leases on a draft; the documented queue interface on both.
     """
 
-    def __init__(self, client: Store, place: _Place, run_id: str, config: StreamConfig) -> None:
+    def __init__(self, client: Store, place: Place, run_id: str, config: StreamConfig) -> None:
         self.run_id = run_id
         self.config = config
         self.role: Role = place.role
         self.role_rank = place.rank
         self.role_world_size = place.num_targets if place.role == "target" else place.num_drafts
-        self.device = _pick_device(config)
+        self.device = pick_device(config)
         self._place = place
         self._client = client
         self._closed = False

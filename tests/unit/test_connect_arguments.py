@@ -9,7 +9,7 @@ import pytest
 import nccl_stream
 from nccl_stream.config import StreamConfig
 from nccl_stream.errors import ConfigError, ControlStoreError
-from nccl_stream.session import _find_place
+from nccl_stream.ranks.place import find_place
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_USE_AGENT_STORE")
 
@@ -24,7 +24,7 @@ def place(monkeypatch: pytest.MonkeyPatch, env_rank: int, world: int, **argument
     monkeypatch.setenv("RANK", str(env_rank))
     monkeypatch.setenv("WORLD_SIZE", str(world))
     names = ("store", "role", "rank", "num_targets", "num_drafts", "target_ranks")
-    return _find_place(*(arguments.get(name) for name in names))
+    return find_place(*(arguments.get(name) for name in names))
 
 
 def test_one_launch_first_ranks_are_targets(monkeypatch: pytest.MonkeyPatch) -> None:
