@@ -55,7 +55,7 @@ def refs(draw):
     )
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None)
 @given(refs())
 def test_wire_round_trip_is_the_same_ref(ref):
     twin = SampleRef.from_json(ref.to_json().encode())
@@ -79,7 +79,7 @@ WIRE = make_ref(attributes={"norm": "pre"}, stream=StreamSpec({"input_ids": 1, "
 PATHS = list(_paths(WIRE))
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=300, deadline=None)
 @given(st.sampled_from(PATHS), JSON_VALUES)
 def test_wire_any_value_anywhere_is_a_ref_or_a_wire_format_error(path, value):
     holder = {"wire": copy.deepcopy(WIRE)}

@@ -306,7 +306,7 @@ def samples(draw: st.DrawFn) -> Sample:
     )
 
 
-@settings(max_examples=250, deadline=None, derandomize=True)
+@settings(max_examples=250, deadline=None)
 @given(samples())
 @example(Sample(FixedChunkPolicy(1), 1, 1))
 @example(Sample(LeftContextChunkPolicy(2, 1), 12, 2, actions=("append", "misuse", "read")))
@@ -322,7 +322,7 @@ def test_ten_thousand_samples_come_through_whole() -> None:
     every(given(samples())(check))()
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=80, deadline=None)
 @given(samples(), st.integers(0, 12), st.integers(0, 12))
 def test_reader_that_stops_anywhere_leaves_nothing_behind(sample: Sample, appends: int, reads: int) -> None:
     player = Player(sample)
@@ -347,7 +347,7 @@ def test_reader_that_stops_anywhere_leaves_nothing_behind(sample: Sample, append
             player.writer.append(cut(player.whole, 0, 1, constant=True), timeout=0.0)
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=80, deadline=None)
 @given(samples())
 def test_window_without_a_spare_piece_is_an_error_or_suffices_but_never_a_standstill(sample: Sample) -> None:
     player = Player(Sample(sample.policy, sample.length, sample.piece_length, spare=0, actions=sample.actions))

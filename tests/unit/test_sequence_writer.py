@@ -43,7 +43,7 @@ def open_writer(store, algorithm, whole, piece_length, window, attributes=None):
     return writer
 
 
-@settings(max_examples=120, deadline=None, derandomize=True)
+@settings(max_examples=120, deadline=None)
 @given(
     algorithm=st.sampled_from(FeatureAlgorithm),
     portions=st.lists(st.integers(1, 7), min_size=1, max_size=8),
