@@ -32,10 +32,8 @@ from nccl_stream.coordination.messages import (
 from nccl_stream.coordination.node import Node
 from nccl_stream.coordination.rounds import EndDecision, Rounds, read_end, settle_end
 from nccl_stream.coordination.stream_intake import IncomingPiece, IncomingStream
-from nccl_stream.device_staging import aside
 from nccl_stream.errors import (
     CapacityError,
-    ChecksumError,
     ConfigError,
     ControlStoreError,
     NcclStreamError,
@@ -50,16 +48,15 @@ from nccl_stream.errors import (
 from nccl_stream.leases import FailOutcome, Lease
 from nccl_stream.ranks.draft_leases import DraftLeases
 from nccl_stream.ranks.estates import Estates
-from nccl_stream.ranks.incoming import IncomingStreams
+from nccl_stream.ranks.incoming_samples import IncomingSamples
+from nccl_stream.ranks.incoming_streams import IncomingStreams
 from nccl_stream.ranks.links import Links
 from nccl_stream.ranks.side import Side, take_due
 from nccl_stream.refs import SampleRef
 from nccl_stream.stores.nccl import NcclFeatureStore, Received
 from nccl_stream.stores.pieces import window_bytes
-from nccl_stream.stores.tensors import checksum_of
 from nccl_stream.streamed.sample import PieceReader
 from nccl_stream.transport.arena import Arena
-from nccl_stream.wire_header import check_header, make_header
 
 __all__ = ["DraftSide"]
 
@@ -92,6 +89,7 @@ class DraftSide(Side):
         self.intake = DraftIntake(
             self, rank=rank, num_targets=num_targets, num_drafts=num_drafts, static=config.assignment == "static"
         )
+        self.samples = IncomingSamples(self, self.intake, later=self._later, on_over=self._changed)
         self.streams = IncomingStreams(self, self.intake, later=self._later)
         self.rounds: Rounds | None = None
         self.cohort = ""
@@ -119,6 +117,7 @@ class DraftSide(Side):
             on_outcome=self.estates.outcome,
             clock=self._clock,
         )
+        self.samples.wire(store, links)
         self.streams.wire(store, links, self.leases)
         self._janitor.start()
 
@@ -183,17 +182,7 @@ class DraftSide(Side):
         return self.arena.reserve(nbytes, label)
 
     def receive(self, delivery: Delivery) -> None:
-        slot = delivery.slot
-        layout = self.store.layout_of(delivery.ref.feature_specs)
-        slot.begin_transfer()
-        slot.wait_release(self.links.stream(delivery.owner, delivery.gen))
-        if not self.links.recv(delivery.owner, delivery.gen, delivery, layout.wire_buffers(slot.buffer)):
-            self._jobs.put(lambda: self._receive_failed(delivery))
-
-    def _receive_failed(self, delivery: Delivery) -> None:
-        with self.cond:
-            self.intake.link_down(delivery.owner, delivery.gen)
-            self._transfer_over(delivery, ok=False)
+        self.samples.receive(delivery)
 
     def yielded(self, delivery: Delivery) -> None:
         self.leases.put(delivery)
@@ -240,40 +229,9 @@ class DraftSide(Side):
     def transfer_done(self, token: object) -> None:
         if isinstance(token, IncomingPiece):
             self.streams.transfer_done(token)
-            return
-        assert isinstance(token, Delivery)
-        layout = self.store.layout_of(token.ref.feature_specs)
-        expected = make_header(
-            token.owner, token.sample_id, gen=token.gen, seq=token.seq, serial=token.serial, delivery=token.number
-        )
-        verify, fault = self.config.verify_checksums, ""
-        try:
-            header = layout.read_header(token.slot.buffer)
-            checksum = check_header(header, expected, f"sample {token.sample_id!r}", checksummed=verify)
-            if checksum is not None:
-                self._check_bytes(token, checksum)
-        except ChecksumError as exc:
-            logger.error("%s: %s", self.node.inc, exc)
-            fault = f"ChecksumError: {exc}"
-        except (RuntimeError, WireFormatError) as exc:  # not only a LinkError: on a GPU the look may fail itself
-            logger.error("%s: %s", self.node.inc, exc)
-            self.links.break_link(token.owner, token.gen, str(exc))
-            with self.cond:
-                self._transfer_over(token, ok=False)
-            return
-        with self.cond:
-            self._transfer_over(token, ok=True, fault=fault)
-
-    def _check_bytes(self, delivery: Delivery, expected: int) -> None:
-        views = self.store.layout_of(delivery.ref.feature_specs).views(delivery.slot.buffer)
-        with aside(self.store.device):
-            found = checksum_of(views.values())
-        if found != expected:
-            raise ChecksumError(
-                f"sample {delivery.sample_id!r} of {delivery.owner}, delivery {delivery.number}: its owner computed "
-                f"CRC-32C {expected:08x}, what arrived has {found:08x}. Its bytes were changed in the owner's memory "
-                "(a donated tensor that was written to?) or on the way."
-            )
+        else:
+            assert isinstance(token, Delivery)
+            self.samples.transfer_done(token)
 
     def transfers_failed(self, inc: str, gen: int, tokens: list[object]) -> None:
         with self.cond:
@@ -283,14 +241,8 @@ class DraftSide(Side):
                     self.streams.transfer_over(token, ok=False)
                 else:
                     assert isinstance(token, Delivery)
-                    self._transfer_over(token, ok=False)
+                    self.samples.transfer_over(token, ok=False)
             self._changed()
-
-    def _transfer_over(self, delivery: Delivery, *, ok: bool, fault: str = "") -> None:
-        delivery.slot.end_transfer()
-        last = delivery.failures >= self.config.max_failures
-        self.intake.transfer_over(delivery, ok=ok, fault=fault, last=last)
-        self._changed()
 
     def link_given_up(self, member: Member, error: Exception) -> None:
         logger.error("%s: no link from %s can be built: %s", self.node.inc, member.label, error)

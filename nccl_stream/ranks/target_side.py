@@ -39,7 +39,7 @@ from nccl_stream.errors import (
 )
 from nccl_stream.leases import Lease
 from nccl_stream.ranks.links import Links
-from nccl_stream.ranks.outgoing import OutgoingStreams, PieceSending
+from nccl_stream.ranks.outgoing_streams import OutgoingStreams, PieceSending
 from nccl_stream.ranks.side import Side, take_due
 from nccl_stream.refs import SampleRef
 from nccl_stream.store import StoreHandle, StoreHealth

@@ -64,7 +64,7 @@ def test_without_verification_nothing_is_summed(monkeypatch):
         raise AssertionError("a checksum was computed")
 
     monkeypatch.setattr("nccl_stream.stores.nccl.checksum_of", refuse)
-    monkeypatch.setattr("nccl_stream.ranks.draft_side.checksum_of", refuse)
+    monkeypatch.setattr("nccl_stream.ranks.incoming_samples.checksum_of", refuse)
     target, draft, server = open_pair(config())
     with draft, target:
         target.queue.put(target.store.put("s", {**make_sample(), "x": torch.arange(10)}, "run"))
@@ -83,7 +83,7 @@ def test_donated_tensor_that_is_written_to_is_a_dead_letter_that_says_so(caplog)
         ref = target.store.put("mine", {**make_sample(), "x": donated}, "run", donate=True)
         donated[SMALL_BYTES // 2] = 1
         good = target.store.put("good", make_sample(), "run")
-        with caplog.at_level(logging.ERROR, "nccl_stream.ranks.draft_side"):
+        with caplog.at_level(logging.ERROR, "nccl_stream.ranks.incoming_samples"):
             target.queue.put(ref)
             target.queue.put(good)
             lease = draft.queue.acquire(30.0)
