@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -9,7 +10,7 @@ import torch
 
 from nccl_stream.errors import ConfigError
 
-__all__ = ["Assignment", "End", "OnLoss", "Staging", "StreamConfig"]
+__all__ = ["APART_CUDA_LINKS", "Assignment", "End", "OnLoss", "Staging", "StreamConfig"]
 
 Assignment = Literal["demand", "static"]
 End = Literal["drop", "pad", "ragged"]
@@ -18,6 +19,8 @@ Staging = Literal["device", "pinned", "auto"]
 
 MIB = 1024 * 1024
 ALIGN_BYTES = 256  # slots and their features start on such boundaries
+# kStreamsPerPool of torch's c10/cuda/CUDAStream.cpp is 32: two for each link, two for the trainer's group and copies.
+APART_CUDA_LINKS = 15
 
 # Ranks may differ in what is theirs alone: memory sizes, the device index, how they issue transfers.
 _OWN_FIELDS = frozenset(
@@ -44,7 +47,8 @@ class StreamConfig:
         batch_size: samples per batch of one draft.
         accumulation: batches per optimizer step. A round is ``batch_size * accumulation`` samples per draft.
         device: where receive slots and resident samples lie; None: this rank's GPU if there is one, else the CPU.
-        fanout: drafts each target has links to; None: all.
+        fanout: drafts each target has links to; None: all. Links of one GPU process beyond :data:`APART_CUDA_LINKS`
+            share CUDA streams, so that one waits for what another one waits for; ``connect`` warns of it.
         lease: seconds after which a lease without ack or extension returns to the queue.
         max_failures: consumer failures a sample survives before it is a dead letter.
         heartbeat: seconds between two signs of life.
@@ -223,6 +227,12 @@ class StreamConfig:
         if self.fanout is None or self.fanout >= num_drafts:
             return frozenset(range(num_drafts))
         return frozenset((target_rank * self.fanout + i) % num_drafts for i in range(self.fanout))
+
+    def most_links(self, *, num_targets: int, num_drafts: int) -> int:
+        """Links of the rank that has most of them."""
+        linked = [self.linked_drafts(target, num_drafts) for target in range(num_targets)]
+        of_drafts = Counter(draft for drafts in linked for draft in drafts)
+        return max(*(len(drafts) for drafts in linked), *of_drafts.values())
 
     def shared(self) -> dict[str, Any]:
         """The values that must be equal on all ranks."""

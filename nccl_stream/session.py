@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from nccl_stream.async_pipeline import PromptBatch
-from nccl_stream.config import StreamConfig
+from nccl_stream.config import APART_CUDA_LINKS, StreamConfig
 from nccl_stream.coordination.kv import ControlStore, clone_store
 from nccl_stream.coordination.membership import Identity, RunShape, Timing
 from nccl_stream.coordination.messages import StopRequest
@@ -158,6 +158,14 @@ class Stream:
         self.role_rank = place.rank
         self.role_world_size = place.num_targets if place.role == "target" else place.num_drafts
         self.device = pick_device(config)
+        links = config.most_links(num_targets=place.num_targets, num_drafts=place.num_drafts)
+        if self.device.type == "cuda" and links > APART_CUDA_LINKS:
+            logger.warning(
+                "%d links on one GPU share CUDA streams and can wait for each other: set StreamConfig(fanout=...) so "
+                "that no rank has more than %d",
+                links,
+                APART_CUDA_LINKS,
+            )
         self._place = place
         self._client = client
         self._closed = False

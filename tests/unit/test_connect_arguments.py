@@ -134,6 +134,14 @@ def test_sizes_that_would_get_stuck_are_refused(values: dict[str, Any], complain
 
 
 @pytest.mark.parametrize(
+    ("fanout", "targets", "drafts", "links"),
+    [(None, 2, 40, 40), (None, 40, 2, 40), (8, 2, 16, 8), (2, 16, 4, 8), (1, 3, 2, 2), (99, 3, 2, 3)],
+)
+def test_most_links_are_those_of_the_busiest_rank(fanout: int | None, targets: int, drafts: int, links: int) -> None:
+    assert StreamConfig(fanout=fanout).most_links(num_targets=targets, num_drafts=drafts) == links
+
+
+@pytest.mark.parametrize(
     "values",
     [
         {"batch_size": 0},
