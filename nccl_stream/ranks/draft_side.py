@@ -392,8 +392,12 @@ class DraftSide(Side):
 
     def _find_end(self, documents: ControlStore) -> None:
         """This rank leads from now on: tell everybody what its predecessor has written, if it has."""
+        with self.cond:
+            told = None if self.rounds is None else self.rounds.end
         try:
-            decision = read_end(documents, self.cohort)
+            decision = told or read_end(
+                documents, self.cohort
+            )  # who was told it needs no document, which may be spoilt
         except WireFormatError as exc:
             self.on_fatal(exc)
             return

@@ -1,7 +1,7 @@
 """Whole streams, one event at a time: the real sides over faulty mail, links that break and ranks that are killed."""
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from nccl_stream.coordination.membership import Gone
@@ -143,6 +143,9 @@ def test_leader_that_hears_of_an_end_does_not_go_by_what_it_knew_before(death):
 
 
 @given(**STREAMS, mail_faults=st.integers(0, 2))
+@example(  # the leader leaves in the moment in which it has told the end
+    seed=1, targets=1, drafts=2, per_target=9, end="pad", static=True, batch=1, mail_faults=1
+)  # fmt: skip
 @SOME
 def test_end_that_is_damaged_as_soon_as_it_is_written_has_been_told(**kwargs):
     world, _ = simulate(breaks=0, failures=0, deaths=[], damaged=["/end", "/members"], **kwargs)
