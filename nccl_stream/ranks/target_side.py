@@ -361,7 +361,7 @@ class TargetSide(Side):
                 if self._clock() > next_log:
                     next_log = self._clock() + log_every
                     logger.info("waiting for outcomes: %s", dict(self.delivery.unacked()))
-                self.cond.wait(0.5)
+                self.wait(0.5)
 
     def books(self) -> Books:
         with self.cond:
@@ -418,7 +418,7 @@ class TargetQueue:
                 return
             started = time.monotonic()
             with side.cond:
-                side.cond.wait(poll_interval)
+                side.wait(poll_interval)
                 side.paused_s += time.monotonic() - started
 
     def close(self, *, error: BaseException | None = None) -> None:
