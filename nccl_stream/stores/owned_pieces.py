@@ -86,6 +86,8 @@ class OwnedPieces:
         self._device = device
         self._arena = arena
         self._grow = grow
+        self._room_ahead = 0  # taken for a piece that is not put yet, maybe never
+        self._outgrows = False
         self._closed = False
         nbytes = windows.total_bytes + windows.slot_bytes(1)  # one more, which is filled while the window is full
         self._slot = None if arena is None else arena.reserve(nbytes, f"window of sample {ref.sample_id}")
@@ -106,15 +108,20 @@ class OwnedPieces:
         nbytes = self.windows.slot_bytes(index)
         label = f"piece {index} of sample {self.ref.sample_id}"
         slot = self._ring.reserve(nbytes, label)
-        if slot is None and self.stream.retain:
-            self._grow(num_bytes)
+        self._outgrows = slot is None and self.stream.retain
+        if self._outgrows:
+            if num_bytes > self._room_ahead:
+                self._grow(num_bytes - self._room_ahead)
+                self._room_ahead = num_bytes
             slot = None if self._arena is None else self._arena.reserve(nbytes, label)
             if slot is None:
                 return torch.empty(nbytes, dtype=torch.uint8, device=self._device), None
         return None if slot is None else (slot.buffer, slot)
 
     def put(self, index: int, piece: OwnedPiece) -> None:
-        """Keep a piece."""
+        """Keep a piece, in the memory that was taken last."""
+        if self._outgrows:
+            self._room_ahead = 0
         self.pieces[index] = piece
         if self._closed:  # in this very moment, by another thread
             self.close()
