@@ -25,7 +25,7 @@ from nccl_stream.transport.process_group import GlooLink
 
 torch.set_num_threads(1)
 
-SETTLING_S = 30.0
+SETTLING_S = 60.0
 
 
 def keep_store(spec, journal):
