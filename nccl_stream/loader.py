@@ -30,7 +30,7 @@ from nccl_stream.errors import (
     StreamLostError,
 )
 from nccl_stream.queue import Lease, SampleRefQueue
-from nccl_stream.refs import FeatureAlgorithm
+from nccl_stream.refs import FeatureAlgorithm, SampleRef
 from nccl_stream.renewal import LeaseRenewer
 from nccl_stream.schema import schema_of, validate_ref
 from nccl_stream.store import FeatureStore, StoreHandle
@@ -102,7 +102,8 @@ class FeatureDataLoader(IterableDataset[Any]):
         max_tokens: Most tokens of a batch, padding included (rows times the longest). A longer sample comes alone.
         length_buckets: Ascending upper bounds of lengths; a batch takes its samples from between two of them. Samples
             that wait for their batch are leased and occupy memory.
-        vocabulary: The draft vocabulary of this side. Samples over another one are refused.
+        vocabulary: The draft vocabulary of this side. Samples over another one are refused, and so are those that do
+            not say over which one they are. Without it nothing is compared.
         chunk_policy: Which pieces of a streamed sample make a batch; an item is a piece. The sample's window must hold
             the longest chunk with its context, and one piece more. Chunks of several samples are not joined.
 
@@ -147,6 +148,7 @@ class FeatureDataLoader(IterableDataset[Any]):
         self._poll_interval = acquire_poll_interval
         self._ack_on_next = ack == "next"
         self._vocabulary = vocabulary
+        self._warned_of_vocabulary = False
         self._collate: Callable[[list[FeatureBatch]], Any] = collate if collate_fn is None else collate_fn
         # Streams say how many samples a step of this rank consumes; their memory is sized for that.
         self._per_round: int | None = getattr(queue, "samples_per_round", None)
@@ -511,8 +513,7 @@ class FeatureDataLoader(IterableDataset[Any]):
             device = getattr(self._store, "device", None)
             tensors = schema_of(ref.algorithm).padding(ref, device)
             return batch_of(ref.algorithm, tensors, attributes=ref.attributes), None
-        if self._vocabulary is not None and VOCABULARY_ATTRIBUTE in ref.attributes:
-            self._vocabulary.require_same(ref.attributes[VOCABULARY_ATTRIBUTE], f"the target of {ref.sample_id!r}")
+        self._check_vocabulary(ref)
         if ref.stream is not None:
             return self._streamed.next_batch(lease), None
         tensors, handle = self._store.get(ref)
@@ -523,6 +524,17 @@ class FeatureDataLoader(IterableDataset[Any]):
             self._store.release(handle)  # The ref is dropped for good: nobody else will need the sample.
             raise
         return batch, handle
+
+    def _check_vocabulary(self, ref: SampleRef) -> None:
+        if self._vocabulary is not None:
+            self._vocabulary.require_same_in(ref)
+        elif VOCABULARY_ATTRIBUTE in ref.attributes and not self._warned_of_vocabulary:
+            self._warned_of_vocabulary = True
+            logger.warning(
+                "sample %s is over a draft vocabulary, and nobody compares it with this rank's: give the loader "
+                "vocabulary=",
+                ref.sample_id,
+            )
 
     def _drop_for_good(self, lease: Lease, error: BaseException | None = None) -> None:
         self._renewer.drop(lease)
