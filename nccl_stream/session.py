@@ -254,6 +254,7 @@ class Stream:
             soft_cap_bytes=config.max_bytes,
             soft_cap_samples=config.max_samples,
             starving=side.starving,
+            check_alive=side.raise_if_fatal,
             check_finite=config.check_finite,
             outbound=side.streams,
             checksums=config.verify_checksums,

@@ -427,7 +427,12 @@ class TargetQueue:
 
     @property
     def is_closed(self) -> bool:
-        """Whether the queue takes no more puts: closed here, or no draft is left."""
+        """Whether the queue takes no more puts: closed here, or no draft is left.
+
+        Raises:
+            NcclStreamError: what ended this process's part of the stream; who waits for something else learns it here.
+        """
+        self._side.raise_if_fatal()
         return self._side.delivery.closed or self._side.consumers_gone
 
     @property

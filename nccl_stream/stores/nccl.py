@@ -77,6 +77,7 @@ class NcclFeatureStore(FeatureStore):
         soft_cap_bytes: residency above which a put is refused unless ``starving()`` says that a draft lacks samples.
         soft_cap_samples: the same for the number of samples; None for no such cap.
         starving: see above.
+        check_alive: raises what ended this process's part of the stream; nothing is put, or waited for, afterwards.
         on_dropped: called when a draft's handle was garbage-collected unreleased; may run inside a finalizer, so it
             must neither lock nor block. :meth:`collect_dropped` then ends its hold.
         check_finite: refuse samples whose floating-point features hold NaN or infinite values; costs a pass over them.
@@ -98,6 +99,7 @@ class NcclFeatureStore(FeatureStore):
         soft_cap_bytes: int = 0,
         soft_cap_samples: int | None = None,
         starving: Callable[[], bool] = lambda: False,
+        check_alive: Callable[[], None] = lambda: None,
         on_dropped: Callable[[], None] = lambda: None,
         check_finite: bool = False,
         checksums: bool = False,
@@ -114,6 +116,7 @@ class NcclFeatureStore(FeatureStore):
         self._soft_cap = soft_cap_bytes
         self._soft_cap_samples = soft_cap_samples
         self._starving = starving
+        self._check_alive = check_alive
         self._open_handles: dict[int, tuple[Slot, weakref.finalize[..., StoreHandle]]] = {}
         self._dropped: deque[int] = deque()
         self._on_dropped = on_dropped
@@ -181,6 +184,7 @@ class NcclFeatureStore(FeatureStore):
             MisuseError: (``ValueError``) bad id or tensors, or this is a draft rank.
             CapacityError: (``MemoryError``) a cap would be exceeded; ``can_wait`` tells whether waiting helps.
             ClosedError: (``RuntimeError``) the stream is closed.
+            NcclStreamError: what ended this process's part of the stream (store lost, fenced, ...).
             DeviceError: (``RuntimeError``) a CUDA call failed.
         """
         residency = self._require_target("put")
@@ -329,6 +333,7 @@ class NcclFeatureStore(FeatureStore):
 
         Raises:
             ClosedError: (``RuntimeError``) the stream is closed.
+            NcclStreamError: what ended this process's part of the stream: no room will ever come.
         """
         deadline = time.monotonic() + timeout
         while True:
@@ -523,6 +528,7 @@ class NcclFeatureStore(FeatureStore):
         self._check_open(operation)
         if self._residency is None:
             raise MisuseError(f"{operation} is for target ranks; this is a draft rank, which receives")
+        self._check_alive()
         return self._residency
 
 

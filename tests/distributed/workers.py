@@ -17,10 +17,14 @@ import torch.utils.data
 
 import nccl_stream
 import nccl_stream.ranks.links
+from nccl_stream.async_pipeline import AsyncFeaturePipeline
+from nccl_stream.backend import TargetBackend
 from nccl_stream.config import StreamConfig
 from nccl_stream.coordination.kv import tcp_store
 from nccl_stream.errors import ClosedError
+from nccl_stream.producer import FeatureProducer
 from nccl_stream.ranks.draft_side import DraftSide
+from nccl_stream.refs import FeatureAlgorithm
 from nccl_stream.transport.process_group import GlooLink
 
 torch.set_num_threads(1)
@@ -166,6 +170,44 @@ def target(spec, journal):
     letters = [[letter.sample_id, letter.failures, letter.reason] for letter in stream.dead_letters()]
     journal.say("own books", **vars(stream._side.books()), resident_ids=stream._side.resident_ids(), letters=letters)
     journal.say("memory", **stream.store.memory.used_bytes)
+
+
+class NumberedBackend(TargetBackend):
+    """A forward of its own kind: the n-th one makes sample n of this target."""
+
+    algorithm = FeatureAlgorithm.EAGLE3
+
+    def __init__(self, spec, journal):
+        self.spec, self.journal, self.index = spec, journal, 0
+
+    def generate_batch(self, *prompt, **named):
+        number = number_of(self.index, self.spec["rank"], self.spec["targets"])
+        self.index += 1
+        self.journal.say("forward", number=number)
+        return sample(number, self.spec["width"])
+
+    def get_input_embeddings(self):
+        raise NotImplementedError
+
+
+def piped_target(spec, journal):
+    """Produce ``samples`` samples through a pipeline; ``idle``: then wait for prompts that never come."""
+    with join(spec, "target", journal) as stream:
+        left = iter(range(spec["samples"]))
+        producer = FeatureProducer(
+            NumberedBackend(spec, journal),
+            stream.store,
+            stream.run_id,
+            sample_id_factory=lambda n: f"s{number_of(n - 1, spec['rank'], spec['targets'])}",
+        )
+
+        def prompt():
+            return None if next(left, None) is None else torch.ones(1, 4, dtype=torch.long)
+
+        with AsyncFeaturePipeline(
+            producer, stream.queue, prompt, stop_on_exhausted=not spec.get("idle", False)
+        ) as pipeline:
+            pipeline.join()
 
 
 def draft(spec, journal):
