@@ -175,8 +175,8 @@ class StreamConfig:
     def slot_bytes(self) -> int:
         """Upper bound of a receive slot for the largest sample: its features, their alignment and the header.
 
-        A thousand features of odd sizes waste up to 256 bytes each; one part in 64 covers usual samples, and a sample
-        that still does not fit is refused at put.
+        Every feature wastes up to 256 bytes; one part in 64 and 64 KiB more cover usual samples. A sample of so many
+        features that it takes more is refused at put, with the ``max_sample_bytes`` that would do.
         """
         return slot_bound(self.max_sample_bytes)
 
@@ -242,3 +242,11 @@ class StreamConfig:
 def slot_bound(max_sample_bytes: int) -> int:
     """See :meth:`StreamConfig.slot_bytes`."""
     return max_sample_bytes + max_sample_bytes // 64 + 64 * 1024
+
+
+def least_sample_bytes(slot_bytes: int) -> int:
+    """The least ``max_sample_bytes`` with which drafts count on slots of so many bytes."""
+    least = max(1, (slot_bytes - 64 * 1024) * 64 // 65)
+    while slot_bound(least) < slot_bytes:
+        least += 1
+    return least

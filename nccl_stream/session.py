@@ -554,6 +554,7 @@ class Stream:
             self._leave("failed", exc)
 
     def _leave(self, kind: str, exc: BaseException | None) -> None:
+        self._side.log_leftovers()
         # A peer that does not confirm is slow, and its samples would come twice if we went; or dead, and soon buried.
         patience = self.config.death_timeout if exc is None else CLOSE_S
         self._node.leave(kind, "" if exc is None else f"{type(exc).__name__}: {exc}", timeout=patience)

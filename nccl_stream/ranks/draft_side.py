@@ -170,10 +170,10 @@ class DraftSide(Side):
             slot_bytes = self.streams.windows(ref).total_bytes
         if nbytes != ref.estimated_bytes:
             raise RefError(f"sample {ref.sample_id!r}: estimated_bytes={ref.estimated_bytes}, its specs make {nbytes}")
-        if slot_bytes > self.arena.capacity_bytes or nbytes > self.config.max_sample_bytes:
+        if slot_bytes > self.config.slot_bytes() or nbytes > self.config.max_sample_bytes:
             raise CapacityError(
-                f"sample {ref.sample_id!r} needs {slot_bytes} bytes, this rank takes samples of up to "
-                f"{self.config.max_sample_bytes} bytes in an arena of {self.arena.capacity_bytes}",
+                f"sample {ref.sample_id!r} of {nbytes} bytes needs a slot of {slot_bytes}, this rank takes samples of "
+                f"up to {self.config.max_sample_bytes} in slots of up to {self.config.slot_bytes()}",
                 can_wait=False,
             )
         return slot_bytes
@@ -625,6 +625,12 @@ class DraftSide(Side):
         with self.cond:
             self.leases.return_all()
             self._changed()
+
+    def log_leftovers(self) -> None:
+        with self.cond:
+            unserved = self.finished and self.end_error() is None and not self.leases.handed and not self._stop_reason
+        if unserved:
+            logger.warning("%s: the stream ended, and no sample of it came to this rank", self.node.inc)
 
     def check_held(self) -> None:
         """Raise when user references have kept all memory for longer than ``held_timeout``; the lock is held."""

@@ -55,6 +55,7 @@ logger = logging.getLogger(__name__)
 
 # Ids of settled samples that are remembered, to say so when one is put again.
 REMEMBERED_IDS = 65536
+SHOWN_LEFTOVERS = 10
 
 
 @dataclass(frozen=True)
@@ -362,6 +363,20 @@ class TargetSide(Side):
                     next_log = self._clock() + log_every
                     logger.info("waiting for outcomes: %s", dict(self.delivery.unacked()))
                 self.cond.wait(0.5)
+
+    def log_leftovers(self) -> None:
+        with self.cond:
+            put, letters, stayed = (
+                self.delivery.books.put,
+                list(self.delivery.dead_letters),
+                self.delivery.resident_ids(),
+            )
+        if letters:
+            first = ", ".join(f"{letter.sample_id} ({letter.reason[:200]})" for letter in letters[:SHOWN_LEFTOVERS])
+            logger.warning("%s: %d of %d samples are dead letters: %s", self.node.inc, len(letters), put, first)
+        if stayed:
+            first = ", ".join(stayed[:SHOWN_LEFTOVERS])
+            logger.warning("%s: leaves with %d of %d samples untaken: %s", self.node.inc, len(stayed), put, first)
 
     def books(self) -> Books:
         with self.cond:
