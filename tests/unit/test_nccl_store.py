@@ -32,9 +32,10 @@ def target_store(
     max_bytes: int | None = 16 * MIB,
     high_watermark_bytes: int | None = 12 * MIB,
     low_watermark_bytes: int | None = 4 * MIB,
+    memory: SampleMemory | None = None,
     **more: Any,
 ) -> NcclFeatureStore:
-    memory = SampleMemory(torch.device("cpu"), device_arena=Arena(32 * MIB))
+    memory = SampleMemory(torch.device("cpu"), device_arena=Arena(32 * MIB)) if memory is None else memory
     residency: Residency[OwnedBytes | OwnedPieces] = Residency(
         max_samples=max_samples,
         max_bytes=max_bytes,
