@@ -440,8 +440,8 @@ class NcclFeatureStore(FeatureStore):
             if isinstance(owned, OwnedPieces):
                 raise MisuseError(f"sample {ref.sample_id!r} is streamed: it is read on draft ranks")
             _check_specs(ref, owned.layout.specs)
-            features, device = owned.features(), self._device if device is None else device
-            return {name: copy_tensor(features[name], device) for name in ref.feature_names()}, handle
+            features = self.memory.read(owned, device)
+            return {name: features[name] for name in ref.feature_names()}, handle
         except BaseException:
             self._residency.detach(handle)
             raise

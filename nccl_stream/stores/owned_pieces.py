@@ -8,7 +8,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -117,6 +117,12 @@ class OwnedPieces:
             if slot is None:
                 return torch.empty(nbytes, dtype=torch.uint8, device=self._device), None
         return None if slot is None else (slot.buffer, slot)
+
+    def wait_release(self, slot: Slot | None, stream: Any) -> None:
+        """Make a stream wait for what former owners of the window's memory, and of the slot's, had queued."""
+        for taken in (self._slot, slot):
+            if taken is not None:
+                taken.wait_release(stream)
 
     def put(self, index: int, piece: OwnedPiece) -> None:
         """Keep a piece, in the memory that was taken last."""
@@ -307,14 +313,14 @@ class OwnedPieceWriter(StreamWriter):
             self._outbound.waited(time.monotonic() - started - waited)
             self._check()
 
-    @staticmethod
-    def _pack(layout: SlotLayout, tensors: Mapping[str, torch.Tensor], buffer: torch.Tensor, slot: Slot | None) -> None:
+    def _pack(
+        self, layout: SlotLayout, tensors: Mapping[str, torch.Tensor], buffer: torch.Tensor, slot: Slot | None
+    ) -> None:
         if buffer.device.type != "cuda":
             layout.pack(tensors, buffer)
             return
         stream = torch.cuda.current_stream(buffer.device)
-        if slot is not None:
-            slot.wait_release(stream)
+        self._sample.wait_release(slot, stream)
         layout.pack(tensors, buffer)
         stream.synchronize()
 

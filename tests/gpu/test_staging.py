@@ -225,6 +225,33 @@ def test_samples_keep_their_bytes_under_every_policy(staging, donate):
     assert memory.close(WAIT_S)
 
 
+@pytest.mark.parametrize(("crowded", "donate"), [(False, False), (False, True), (True, False)])
+def test_memory_of_a_sample_that_is_still_read_is_written_behind_the_reads(crowded, donate):
+    """Reads are queued on another stream than the one that makes samples. Without a slot they have the allocator's."""
+    config = StreamConfig(staging="device", max_bytes=16 * MIB, max_sample_bytes=8 * MIB)
+    memory = make_sample_memory(config, GPU)
+    spec = FeatureSpec((8 * MIB,), torch.uint8)
+    layout = SlotLayout.from_specs({"x": spec}, chunk_bytes=CHUNK)
+    crowd = [memory.store(name, layout, {"x": torch.zeros(8 * MIB, dtype=torch.uint8)}, donate=False) for name in "abc"]
+    if not crowded:
+        memory.free(crowd.pop())
+    reading = torch.cuda.Stream(GPU)
+    found = []
+    for value in range(6):
+        tensors = {"x": torch.full(spec.shape, value, dtype=torch.uint8, device=GPU)}
+        owned = memory.store(str(value), layout, tensors, donate=donate)
+        del tensors
+        with torch.cuda.stream(reading):
+            torch.cuda._sleep(20_000_000)
+            found.append(memory.read(owned)["x"])
+        assert (owned.slot is None) == crowded
+        memory.free(owned)
+        del owned
+    torch.cuda.synchronize()
+    assert [int(tensor.float().mean()) for tensor in found] == list(range(6))
+    assert memory.close(WAIT_S)
+
+
 def test_sample_on_the_host_goes_out_through_chunks_of_the_device():
     """The link is NCCL's double on this GPU: one device is enough."""
     config = StreamConfig(staging="pinned", max_bytes=128 * MIB, max_sample_bytes=32 * MIB, chunk_bytes=CHUNK)

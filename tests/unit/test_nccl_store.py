@@ -34,9 +34,10 @@ def target_store(
     high_watermark_bytes: int | None = 12 * MIB,
     low_watermark_bytes: int | None = 4 * MIB,
     max_sample_bytes: int = 8 * MIB,
+    memory: SampleMemory | None = None,
     **more: Any,
 ) -> NcclFeatureStore:
-    memory = SampleMemory(torch.device("cpu"), device_arena=Arena(32 * MIB))
+    memory = SampleMemory(torch.device("cpu"), device_arena=Arena(32 * MIB)) if memory is None else memory
     residency: Residency[OwnedBytes | OwnedPieces] = Residency(
         max_samples=max_samples,
         max_bytes=max_bytes,
