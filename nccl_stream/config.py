@@ -72,6 +72,8 @@ class StreamConfig:
         verify_checksums: send a CRC-32C of every sample along and compare it with what arrived, before anybody sees it;
             costs two passes over every sample. What differs counts as a failed delivery. On a GPU, for debugging: the
             thread that serves the links waits for the pass.
+        max_shared_bytes: most that one target may share with the drafts in all (:meth:`Stream.share`), and that a draft
+            reads under one name. The process that hosts the control store keeps all of it in memory until the run ends.
         poison: overwrite receive memory when it is freed, to see uses after free. For debugging.
     """
 
@@ -104,11 +106,12 @@ class StreamConfig:
     staging: Staging = "auto"
     device_bytes: int | None = None
     verify_checksums: bool = False
+    max_shared_bytes: int = 8192 * MIB
     poison: bool = False
 
     def __post_init__(self) -> None:
         for name in ("max_sample_bytes", "arena_bytes", "max_bytes", "batch_size", "accumulation", "announce_window",
-                     "chunk_bytes", "depth"):  # fmt: skip
+                     "chunk_bytes", "depth", "max_shared_bytes"):  # fmt: skip
             self._check_positive(name, int)
         for name in ("lease", "heartbeat", "death_timeout", "connect_timeout", "transfer_timeout", "held_timeout"):
             self._check_positive(name, (int, float))

@@ -270,6 +270,7 @@ class Stream:
             owner=self._node.inc,
             label=f"{self.role} rank {self.role_rank}",
             timeout=self.config.connect_timeout,
+            max_bytes=self.config.max_shared_bytes,
         )
         self._node.wait_complete(deadline)
         if isinstance(self._side, DraftSide) and self.config.end != "ragged":
@@ -379,8 +380,9 @@ class Stream:
     def share(self, name: str, tensors: Mapping[str, torch.Tensor], timeout: float | None = None) -> str:
         """Give every draft a few tensors, under a name: the target's embedding or head, the draft vocabulary.
 
-        For target ranks. The tensors go through the control store, whose host keeps them until the run ends: at most
-        1 GiB from one target in all. Targets that share the same tensors under one name cost nothing more.
+        For target ranks. The tensors go through the control store, whose host keeps them in memory until the run ends:
+        at most ``StreamConfig.max_shared_bytes`` from one target in all. Targets that share the same tensors under one
+        name cost nothing more.
 
         Args:
             name: letters, digits, ``_``, ``-``, ``.``.

@@ -155,6 +155,7 @@ def test_most_links_are_those_of_the_busiest_rank(fanout: int | None, targets: i
         {"chunk_bytes": 1000},
         {"max_failures": -1},
         {"depth": True},
+        {"max_shared_bytes": 0},
     ],
 )
 def test_values_that_mean_nothing_are_refused(values: dict[str, Any]) -> None:
