@@ -58,7 +58,8 @@ class FeatureDataLoader(IterableDataset[Any]):
 
     A batch is one sample, or several: ``batch_size`` of them, as many as fit ``max_tokens``, or both. They are joined
     along their rows, shorter ones padded on the right without loss or attention, unless ``collate_fn`` does otherwise.
-    Only the last batch may have fewer samples than were asked for, besides one of whose samples could not be fetched.
+    Only the last batch may have fewer samples than were asked for, besides one of whose samples could not be fetched,
+    and one that takes all that the store has room for.
 
     The samples of a batch are acked, and then their store handles released, on the next pull, so that the trainer can
     use a batch for a whole step. Iteration ends when the queue is closed and nothing is pending or leased any more, by
@@ -213,8 +214,8 @@ class FeatureDataLoader(IterableDataset[Any]):
             StopIteration: The queue is drained, or the loader closed.
             ProducerFailedError: The producing side failed, and what it had produced is consumed.
             MisuseError: (a ``ValueError``) a ref is for another algorithm, and stays in the queue; samples cannot be
-                joined, and are failed; with ``ack="step"``, a whole round was yielded without a :meth:`step`; this is
-                another process than the one that made the loader.
+                joined, and are failed; with ``ack="step"``, as many samples as the store or a round holds were yielded
+                without a :meth:`step`; this is another process than the one that made the loader.
             SchemaError: (a ``ValueError``) a ref breaks its schema; it and its stored sample are dropped for good.
             StreamBrokenError: The producer of a streamed sample failed or died; says how far it got. The sample does
                 not come again.
@@ -471,12 +472,22 @@ class FeatureDataLoader(IterableDataset[Any]):
     def _next_lease(self) -> Lease | None:
         """Wait for a lease; None at the end, and when what waits here had better be used first."""
         started = logged = time.monotonic()
+        blocks = False
         while not self._closed:
             lease = self._queue.acquire(self._poll_interval)
             if lease is not None:
                 return lease
-            if self._at_end() or self._blocks_producers():
+            if self._at_end():
                 return None
+            # Only the second look counts: at the first, the last sample may be stored and its ref not queued yet.
+            blocked, blocks = blocks, self._blocks_producers()
+            if blocked and blocks:
+                if self._waiting:
+                    return None
+                raise MisuseError(
+                    f"{len(self.sample_ids)} samples were yielded without a step(), and the store has no room for "
+                    "another one: call loader.step() more often, or raise the caps of the store"
+                )
             now = time.monotonic()
             if now - logged >= WAITING_LOG_S:
                 logged = now
@@ -490,6 +501,8 @@ class FeatureDataLoader(IterableDataset[Any]):
                     len(self._waiting),
                     len(self.sample_ids),
                 )
+                if self._per_round is None and self._waiting and self._store.health().high_watermark_hit:
+                    return None  # Producers that nobody here knows of may go by the watermark.
         return None
 
     def _at_end(self) -> bool:
@@ -499,13 +512,15 @@ class FeatureDataLoader(IterableDataset[Any]):
         return self._queue.is_closed and self._queue.pending_count() == 0
 
     def _blocks_producers(self) -> bool:
-        """Whether the store is full while samples wait here for their batch: nothing more would ever come.
+        """Whether producers wait for room that only this loader can make: nothing more would ever come.
 
         A stream has room for its whole round, and counts on full batches.
         """
-        if self._per_round is not None or not self._waiting or self._queue.pending_count():
+        if self._per_round is not None or not _compat.producers_wait(self._queue, self._store):
             return False
-        return self._store.health().high_watermark_hit
+        # What waits here can be used. What waits for its step cannot, but others may settle theirs.
+        num_held = len(self.sample_ids)
+        return bool(self._waiting) or 0 < num_held >= self._queue.outstanding_count()
 
     def _materialize(self, lease: Lease) -> tuple[FeatureBatch, StoreHandle | None]:
         ref = lease.ref
