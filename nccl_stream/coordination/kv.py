@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -201,6 +201,25 @@ class ControlStore:
             answer = self._client.compare_set(self._key(key), before, after)
         except RuntimeError as exc:
             raise self._failed("compare_set", key, exc) from exc
+        return bool(answer == after.encode())
+
+    def replace(self, key: str, desired: Any, *, unless: Callable[[Any], bool]) -> bool:
+        """Replace what stands there, whatever it is, unless it is to be kept; True when this call did it.
+
+        A missing key, a value that is not JSON, and one for which ``unless`` raises :class:`WireFormatError` are not
+        kept. Of several that replace at once, one does; ``desired`` must differ between them.
+        """
+        after = dump_json(desired)
+        try:
+            raw = self._client.get(self._key(key)) if self._client.check([self._key(key)]) else b""
+            try:
+                if raw and unless(load_json(raw)):
+                    return False
+            except WireFormatError:
+                pass  # nobody can obey it
+            answer = self._client.compare_set(self._key(key), raw, after)  # type: ignore[arg-type]  # bytes do
+        except RuntimeError as exc:
+            raise self._failed("replace", key, exc) from exc
         return bool(answer == after.encode())
 
     def push(self, key: str, text: str) -> None:

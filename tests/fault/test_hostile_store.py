@@ -1,6 +1,10 @@
 """Anybody who reaches the store can write to it: nothing of it is executed, and a run completes or names an error."""
 
+import json
+from datetime import timedelta
+
 import pytest
+import torch.distributed as dist
 
 from tests.distributed.harness import Run
 from tests.distributed.workers import vandal
@@ -40,6 +44,44 @@ def test_garbage_in_keys_is_survived_or_named(tmp_path, kind):
         judge(canary, owners, takers)
         if not fatal:
             assert [worker.error for worker in (*owners, *takers)] == [None] * 4
+
+
+def damage(run, what, change):
+    """Change one key of the run once."""
+    store = dist.TCPStore("127.0.0.1", run.port, is_master=False, timeout=timedelta(seconds=30))
+    (key,) = [key for key in store.list_keys() if what in key]
+    store.set(key, change(store.get(key)))
+    (rev,) = [key for key in store.list_keys() if key.endswith("/rev")]
+    store.set(rev, '"changed"')
+    store.get(rev)  # an answered call: the changes have reached the server
+
+
+def test_rank_whose_tombstone_is_damaged_stops_and_the_others_go_on(tmp_path):
+    config = {"end": "drop"}
+    with Run(tmp_path, targets=1, drafts=2, deaths=True, config=config, samples=60) as run:
+        (owner,), takers = run.start_all(target={"pace": 0.03}, draft={"pace": 0.02, "books": False})
+        run.wait_got(takers[1], 3)
+        damage(run, "/gone/d1-", lambda value: "x")
+        run.wait_ended(owner, *takers)
+        assert takers[1].error["type"] == "FencedError", takers[1].error
+        assert owner.error is None
+        assert takers[0].error is None
+        assert len(takers[0].acked) == len(set(takers[0].acked))
+        books = owner.said("own books")[-1]
+        assert books["put"] == books["acked"] + books["dropped"] == 60
+
+
+def test_slot_that_names_nobody_harms_nobody(tmp_path):
+    def lie(value):
+        return json.dumps({**json.loads(value), "inc": "d1-ffffffffffff"})
+
+    with Run(tmp_path, targets=1, drafts=2, deaths=True, config={"end": "drop"}, samples=60) as run:
+        (owner,), takers = run.start_all(target={"pace": 0.03}, draft={"pace": 0.02})
+        run.wait_got(takers[1], 3)
+        damage(run, "/slot/draft/1", lie)
+        run.wait_ended(owner, *takers)
+        assert [worker.error for worker in (owner, *takers)] == [None] * 3
+        assert takers[0].books["balanced"]
 
 
 def test_garbage_while_ranks_join_is_survived_or_named(tmp_path):
