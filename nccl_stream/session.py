@@ -96,6 +96,8 @@ def connect(
         ControlStoreError: the store cannot be reached, or does not answer.
     """
     config = StreamConfig() if config is None else config
+    if not isinstance(config, StreamConfig):
+        raise ConfigError(f"config must be a StreamConfig, got {type(config).__name__}")
     if not isinstance(run_id, str) or not run_id or len(run_id) > 200 or "/" in run_id:
         raise ConfigError(f"run_id must be a non-empty str of at most 200 characters without '/', got {run_id!r}")
     deadline = time.monotonic() + config.connect_timeout
