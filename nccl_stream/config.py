@@ -19,6 +19,7 @@ Staging = Literal["device", "pinned", "auto"]
 
 MIB = 1024 * 1024
 ALIGN_BYTES = 256  # slots and their features start on such boundaries
+LONGEST_S = 30 * 24 * 3600  # longer than any wait makes sense, and well within what torch and the system can count
 # kStreamsPerPool of torch's c10/cuda/CUDAStream.cpp is 32: two for each link, two for the trainer's group and copies.
 APART_CUDA_LINKS = 15
 
@@ -112,19 +113,20 @@ class StreamConfig:
     def __post_init__(self) -> None:
         for name in ("max_sample_bytes", "arena_bytes", "max_bytes", "batch_size", "accumulation", "announce_window",
                      "chunk_bytes", "depth", "max_shared_bytes"):  # fmt: skip
-            self._check_positive(name, int)
+            self._check_count(name, least=1)
+        self._check_count("max_failures", least=0)
+        for name, least in (("max_samples", 1), ("fanout", 1), ("device_bytes", 0), ("high_watermark_bytes", 0),
+                            ("low_watermark_bytes", 0)):  # fmt: skip
+            self._check_count(name, least=least, optional=True)
         for name in ("lease", "heartbeat", "death_timeout", "connect_timeout", "transfer_timeout", "held_timeout"):
-            self._check_positive(name, (int, float))
+            self._check_seconds(name)
+        if self.draft_restart_timeout is not None:
+            self._check_seconds("draft_restart_timeout", zero=True)
+        for name in ("check_finite", "verify_checksums", "poison"):
+            if type(getattr(self, name)) is not bool:
+                raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if self.chunk_bytes % ALIGN_BYTES:
             raise ConfigError(f"chunk_bytes must be a multiple of {ALIGN_BYTES}, got {self.chunk_bytes}")
-        if type(self.max_failures) is not int or self.max_failures < 0:
-            raise ConfigError(f"max_failures must be 0 or more, got {self.max_failures!r}")
-        if self.max_samples is not None:
-            self._check_positive("max_samples", int)
-        if self.device_bytes is not None and (type(self.device_bytes) is not int or self.device_bytes < 0):
-            raise ConfigError(f"device_bytes must be None or 0 and more, got {self.device_bytes!r}")
-        if self.fanout is not None:
-            self._check_positive("fanout", int)
         for name, choices in (
             ("assignment", ("demand", "static")),
             ("end", ("drop", "pad", "ragged")),
@@ -140,6 +142,8 @@ class StreamConfig:
                 "a slow rank would be declared dead"
             )
         if self.device is not None:
+            if not isinstance(self.device, str | torch.device):
+                raise ConfigError(f"device must be a name such as 'cpu' or 'cuda:0', got {self.device!r}")
             try:
                 torch.device(self.device)
             except RuntimeError as exc:
@@ -150,10 +154,18 @@ class StreamConfig:
                 f"high={self.high_watermark}, max_bytes={self.max_bytes}"
             )
 
-    def _check_positive(self, name: str, kind: type | tuple[type, ...]) -> None:
+    def _check_count(self, name: str, *, least: int, optional: bool = False) -> None:
         value = getattr(self, name)
-        if isinstance(value, bool) or not isinstance(value, kind) or not float(value) > 0:  # type: ignore[arg-type]
-            raise ConfigError(f"{name} must be positive, got {value!r}")
+        if (value is None and optional) or (type(value) is int and value >= least):
+            return
+        raise ConfigError(f"{name} must be an int of {least} or more{', or None' * optional}; got {value!r:.80}")
+
+    def _check_seconds(self, name: str, *, zero: bool = False) -> None:
+        value = getattr(self, name)
+        good = isinstance(value, int | float) and not isinstance(value, bool)
+        if not good or not 0 <= value <= LONGEST_S or (value == 0 and not zero):
+            least = "0 or more" if zero else "positive"
+            raise ConfigError(f"{name} must be {least}, in seconds, and at most {LONGEST_S}; got {value!r:.80}")
 
     @property
     def high_watermark(self) -> int:

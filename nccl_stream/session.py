@@ -9,7 +9,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import timedelta
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
@@ -37,6 +36,7 @@ from nccl_stream.ranks.draft_queue import DraftQueue
 from nccl_stream.ranks.draft_side import DraftSide
 from nccl_stream.ranks.links import Links
 from nccl_stream.ranks.place import Place, Role, find_place, pick_device, reach_store
+from nccl_stream.ranks.role_group import check_backend, make_role_group
 from nccl_stream.ranks.statistics import StreamStatistics, read_statistics
 from nccl_stream.ranks.target_side import TargetQueue, TargetSide
 from nccl_stream.sharing import SharedTensors
@@ -96,6 +96,8 @@ def connect(
         ControlStoreError: the store cannot be reached, or does not answer.
     """
     config = StreamConfig() if config is None else config
+    if not isinstance(config, StreamConfig):
+        raise ConfigError(f"config must be a StreamConfig, got {type(config).__name__}")
     if not isinstance(run_id, str) or not run_id or len(run_id) > 200 or "/" in run_id:
         raise ConfigError(f"run_id must be a non-empty str of at most 200 characters without '/', got {run_id!r}")
     deadline = time.monotonic() + config.connect_timeout
@@ -303,7 +305,7 @@ class Stream:
 
     # -- using -------------------------------------------------------------------------------------------------------
 
-    def process_group(self, backend: str | None = None) -> dist.ProcessGroup:
+    def process_group(self, backend: str | None = None, timeout: float | None = None) -> dist.ProcessGroup:
         """A process group of the ranks of this role alone, for DDP and FSDP. Made once; all ranks of the role call it.
 
         Without a default process group in this process, it becomes the default group and is destroyed when the stream
@@ -311,42 +313,25 @@ class Stream:
         from it.
 
         Args:
-            backend: default: NCCL on a GPU, gloo on the CPU.
+            backend: default: NCCL on a GPU, gloo on the CPU; where there is a default group, that group's.
+            timeout: of its collectives and of making it, in seconds, where it is made here; default: torch's own.
 
         Raises:
-            ConfigError: the process's default group does not contain the ranks of this role.
+            ConfigError: the process's default group does not contain the ranks of this role, or the group that there
+                is has another backend.
         """
         self._check_open("process_group")
         if self._group is not None:
+            check_backend(self._group, backend, self.device.type)
             return self._group  # type: ignore[no-any-return]
-        timeout = timedelta(seconds=self.config.connect_timeout)
-        if not dist.is_initialized():
-            prefix = f"{self._node.prefix}/group/{self.role}/{self._group_key}"
-            dist.init_process_group(
-                backend or ("nccl" if self.device.type == "cuda" else "gloo"),
-                store=PrefixStore(prefix, clone_store(self._client)),
-                rank=self.role_rank,
-                world_size=self.role_world_size,
-                timeout=timeout,
-            )
-            self._owns_default_group = True
-            self._group = dist.group.WORLD
-        elif dist.get_world_size() == self.role_world_size:
-            if dist.get_rank() != self.role_rank:
-                raise ConfigError(
-                    f"the default process group has this process as rank {dist.get_rank()}, the stream as "
-                    f"{self.role} rank {self.role_rank}"
-                )
-            self._group = dist.group.WORLD
-        elif dist.get_world_size() == self._place.num_targets + self._place.num_drafts:
-            self._group = dist.new_group(
-                list(self._place.global_ranks), backend=backend, use_local_synchronization=True, timeout=timeout
-            )
-        else:
-            raise ConfigError(
-                f"the default process group has {dist.get_world_size()} ranks: neither the {self.role_world_size} of "
-                f"this role nor all of the run"
-            )
+        prefix = f"{self._node.prefix}/group/{self.role}/{self._group_key}"
+        self._group, self._owns_default_group = make_role_group(
+            self._place,
+            lambda: PrefixStore(prefix, clone_store(self._client)),
+            self.device.type,
+            backend,
+            timeout,
+        )
         return self._group  # type: ignore[no-any-return]
 
     def prompts(self, dataset: Any, epochs: int = 1, seed: int = 0) -> Iterator[PromptBatch]:
