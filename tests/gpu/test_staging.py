@@ -27,6 +27,9 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and there is none"),
     pytest.mark.skipif(not device_staging.is_available(), reason="the compiled core has no CUDA part"),
+    pytest.mark.skipif(
+        not device_staging.has_kernels(torch.device("cuda", 0)), reason="the compiled core has no kernels for this GPU"
+    ),
 ]
 
 MIB = 1 << 20
@@ -166,6 +169,21 @@ def test_packing_kernel_agrees_with_torch_for_all_dtypes_and_strides(seed):
     device_unpack(slot, offsets, back, stream=stream)
     for tensor, original in zip(back, here, strict=True):
         assert torch.equal(bytes_of(tensor.cpu()), bytes_of(original))
+
+
+def test_tensors_may_be_dropped_while_the_packing_kernel_is_still_to_run():
+    slot = torch.zeros(8 * MIB, dtype=torch.uint8, device=GPU)
+    source = torch.ones(8 * MIB, dtype=torch.uint8, device=GPU)
+    side = torch.cuda.Stream(GPU)
+    side.wait_stream(torch.cuda.current_stream(GPU))
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(100_000_000)
+    device_pack([source], slot, [0], stream=side)
+    del source
+    others = [torch.full((8 * MIB,), 2, dtype=torch.uint8, device=GPU) for _ in range(4)]
+    torch.cuda.synchronize()
+    assert bool((slot == 1).all())
+    del others
 
 
 def test_packing_of_large_strided_features_agrees_with_torch():
