@@ -452,11 +452,12 @@ class Stream:
     def on_lost(self, callback: Callable[[tuple[str, ...]], None]) -> None:
         """Call ``callback`` with the ids of samples that are lost, to be produced again, on a thread of the package.
 
-        On a draft rank: those that died with their owner. On a target rank: its streamed samples that broke off, or
-        whose reader died, stopped or failed after it had given pieces back, and that were not retained.
+        On a draft rank: those that died with their owner, before this call too. On a target rank: its streamed samples
+        that broke off, or whose reader died, stopped or failed after it had given pieces back, and that were not
+        retained.
         """
         if isinstance(self._side, DraftSide):
-            self._side.estates.on_lost = callback
+            self._side.estates.report_to(callback)
         else:
             self._side.streams.on_lost = callback
 

@@ -109,7 +109,9 @@ class DraftSide(Side):
     def wire(self, node: Node, links: Links, store: NcclFeatureStore, arena: Arena) -> None:
         """Second half of construction: the parts that need this one."""
         self.node, self.links, self.store, self.arena = node, links, store, arena
-        self.estates = Estates(self.cond, node, self.intake, later=self._later, on_read=self._changed)
+        self.estates = Estates(
+            self.cond, node, self.intake, later=self._later, on_read=self._changed, clock=self._clock
+        )
         self.leases = DraftLeases(
             self.intake,
             lease=self.config.lease,
@@ -253,6 +255,8 @@ class DraftSide(Side):
 
     def on_joined(self, member: Member) -> None:
         if member.role != "target":
+            with self.cond:
+                self.estates.draft_joined(member.inc)
             return
         linked = self._rank in self.config.linked_drafts(member.rank, self._num_drafts)
         with self.cond:
@@ -261,6 +265,15 @@ class DraftSide(Side):
                 self.intake.owner_joined(member.inc, member.rank)
         if linked:
             self.links.add(member)
+
+    def on_missed(self, member: Member) -> None:
+        with self.cond:
+            if member.role == "target":
+                self._targets.setdefault(member.rank, member.inc)
+            else:
+                self._draft_ended(member.inc, member.rank)
+            self.estates.missed(member)
+            self._changed()
 
     def on_gone(self, member: Member) -> None:
         kind = "" if member.gone is None else member.gone.kind
@@ -272,6 +285,7 @@ class DraftSide(Side):
         with self.cond:
             if member.role == "draft":
                 self._draft_ended(member.inc, member.rank)
+                self.estates.missed(member)
             if member.role == "draft" and self.rounds is not None:
                 awaited = kind != "left" and self._restart_timeout > 0
                 if awaited:

@@ -268,6 +268,18 @@ class TargetSide(Side):
             self.delivery.draft_joined(member.inc, member.rank)
         self.links.add(member)
 
+    def on_missed(self, member: Member) -> None:
+        if member.role != "draft" or member.rank not in self._linked:
+            return
+        succeeded = any(draft.rank == member.rank for draft in self.node.alive("draft"))
+        with self.cond:
+            awaited = self._restart_timeout > 0 and member.gone is not None and member.gone.kind != "left"
+            self._restarts.pop(member.rank, None)
+            if awaited and not succeeded:
+                self._restarts[member.rank] = self._clock() + self._restart_timeout
+            self.delivery.draft_missed(member.inc, member.rank, awaited=awaited)
+            self._changed()
+
     def on_gone(self, member: Member) -> None:
         if member.role != "draft" or member.rank not in self._linked:
             return
