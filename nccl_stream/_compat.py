@@ -8,7 +8,16 @@ from typing import Any
 
 from nccl_stream.queue import Lease
 
-__all__ = ["accepts_keyword", "ack", "close_queue", "fail", "fail_for_good", "hand_back", "is_drained"]
+__all__ = [
+    "accepts_keyword",
+    "ack",
+    "close_queue",
+    "fail",
+    "fail_for_good",
+    "hand_back",
+    "is_drained",
+    "producers_wait",
+]
 
 
 def accepts_keyword(function: Callable[..., object], name: str) -> bool:
@@ -58,6 +67,16 @@ def is_drained(queue: Any) -> bool:
         return bool(queue.is_drained)
     # In this order: once closed, refs only come back from leases, and leases are counted before pending refs.
     return bool(queue.is_closed and queue.outstanding_count() == 0 and queue.pending_count() == 0)
+
+
+def producers_wait(queue: Any, store: Any) -> bool:
+    """Whether nothing is pending, and nothing comes before a sample is released."""
+    if hasattr(queue, "producers_wait"):
+        return bool(queue.producers_wait)
+    # Such a queue may hold producers back at the high watermark, whoever waits.
+    return queue.pending_count() == 0 and bool(
+        store.health().high_watermark_hit or (hasattr(store, "is_full") and store.is_full())
+    )
 
 
 def close_queue(queue: Any, error: BaseException | None) -> None:

@@ -126,7 +126,8 @@ class FeatureProducer:
 
         Raises:
             MemoryError: The store is full (and ``abort_when`` is not given or came true), or the sample can never fit.
-            SchemaError: (a ``ValueError``) partial packing features, or a batch without the supervision that is needed.
+            SchemaError: (a ``ValueError``) partial packing features, a batch without the supervision that is needed, or
+                features whose shapes and dtypes do not fit together.
             SpecMismatchError: (a ``RuntimeError``) the store described the sample differently; it has been evicted.
         """
         packing = {"position_ids": position_ids, "seq_lens": seq_lens, "doc_remaining": doc_remaining}
@@ -145,6 +146,16 @@ class FeatureProducer:
     def discard(self, ref: SampleRef) -> None:
         """Evict a sample whose ref will not be queued. Does nothing when it is already gone."""
         self._store.discard(ref)
+
+    def is_worth_a_forward(self, loss_mask: Tensor) -> bool:
+        """Whether a prompt supervises anything that the algorithm learns from.
+
+        A sample of one that does not has no loss: a mean over no tokens is NaN.
+
+        Args:
+            loss_mask: ``[batch, seq]``, unshifted.
+        """
+        return self._schema.is_worth_a_forward(loss_mask)
 
     def set_vocab_mapping(self, selected_token_ids: Tensor, selected_token_mask: Tensor) -> None:
         """Pass the draft vocabulary on to the backend, which may then return ``target_probs`` instead of logits.
@@ -200,6 +211,9 @@ class FeatureProducer:
             )
         version = self._schema.version_of(features)
         self._schema.check_packing(features)
+        # What is no tensor at all is the store's to refuse.
+        specs = {name: FeatureSpec.of(value) for name, value in features.items() if isinstance(value, Tensor)}
+        self._schema.check_specs(specs)
         self._schema.check_attributes(features, attributes)
         if needs_vocabulary and self._vocabulary is not None and self._takes_attributes:
             attributes = {**attributes, VOCABULARY_ATTRIBUTE: self._vocabulary.digest}

@@ -354,6 +354,17 @@ class SampleRefQueue:
             return self._closed and self._table.is_empty
 
     @property
+    def producers_wait(self) -> bool:
+        """Whether nothing is pending, and nothing comes before the store has room again (``store.is_full()``).
+
+        Puts that are blocked here do not count: they go through as soon as a consumer waits.
+        """
+        if self.pending_count():
+            return False
+        is_full = getattr(self._store, "is_full", None)
+        return bool(self._store.health().high_watermark_hit if is_full is None else is_full())
+
+    @property
     def error(self) -> BaseException | None:
         """What :meth:`close` was given, or None."""
         return self._error

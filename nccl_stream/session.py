@@ -9,7 +9,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import timedelta
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
@@ -37,6 +36,7 @@ from nccl_stream.ranks.draft_queue import DraftQueue
 from nccl_stream.ranks.draft_side import DraftSide
 from nccl_stream.ranks.links import Links
 from nccl_stream.ranks.place import Place, Role, find_place, pick_device, reach_store
+from nccl_stream.ranks.role_group import check_backend, make_role_group
 from nccl_stream.ranks.statistics import StreamStatistics, read_statistics
 from nccl_stream.ranks.target_side import TargetQueue, TargetSide
 from nccl_stream.sharing import SharedTensors
@@ -96,6 +96,8 @@ def connect(
         ControlStoreError: the store cannot be reached, or does not answer.
     """
     config = StreamConfig() if config is None else config
+    if not isinstance(config, StreamConfig):
+        raise ConfigError(f"config must be a StreamConfig, got {type(config).__name__}")
     if not isinstance(run_id, str) or not run_id or len(run_id) > 200 or "/" in run_id:
         raise ConfigError(f"run_id must be a non-empty str of at most 200 characters without '/', got {run_id!r}")
     deadline = time.monotonic() + config.connect_timeout
@@ -273,6 +275,7 @@ class Stream:
             owner=self._node.inc,
             label=f"{self.role} rank {self.role_rank}",
             timeout=self.config.connect_timeout,
+            max_bytes=self.config.max_shared_bytes,
         )
         self._node.wait_complete(deadline)
         if isinstance(self._side, DraftSide) and self.config.end != "ragged":
@@ -305,7 +308,7 @@ class Stream:
 
     # -- using -------------------------------------------------------------------------------------------------------
 
-    def process_group(self, backend: str | None = None) -> dist.ProcessGroup:
+    def process_group(self, backend: str | None = None, timeout: float | None = None) -> dist.ProcessGroup:
         """A process group of the ranks of this role alone, for DDP and FSDP. Made once; all ranks of the role call it.
 
         Without a default process group in this process, it becomes the default group and is destroyed when the stream
@@ -313,42 +316,25 @@ class Stream:
         from it.
 
         Args:
-            backend: default: NCCL on a GPU, gloo on the CPU.
+            backend: default: NCCL on a GPU, gloo on the CPU; where there is a default group, that group's.
+            timeout: of its collectives and of making it, in seconds, where it is made here; default: torch's own.
 
         Raises:
-            ConfigError: the process's default group does not contain the ranks of this role.
+            ConfigError: the process's default group does not contain the ranks of this role, or the group that there
+                is has another backend.
         """
         self._check_open("process_group")
         if self._group is not None:
+            check_backend(self._group, backend, self.device.type)
             return self._group  # type: ignore[no-any-return]
-        timeout = timedelta(seconds=self.config.connect_timeout)
-        if not dist.is_initialized():
-            prefix = f"{self._node.prefix}/group/{self.role}/{self._group_key}"
-            dist.init_process_group(
-                backend or ("nccl" if self.device.type == "cuda" else "gloo"),
-                store=PrefixStore(prefix, clone_store(self._client)),
-                rank=self.role_rank,
-                world_size=self.role_world_size,
-                timeout=timeout,
-            )
-            self._owns_default_group = True
-            self._group = dist.group.WORLD
-        elif dist.get_world_size() == self.role_world_size:
-            if dist.get_rank() != self.role_rank:
-                raise ConfigError(
-                    f"the default process group has this process as rank {dist.get_rank()}, the stream as "
-                    f"{self.role} rank {self.role_rank}"
-                )
-            self._group = dist.group.WORLD
-        elif dist.get_world_size() == self._place.num_targets + self._place.num_drafts:
-            self._group = dist.new_group(
-                list(self._place.global_ranks), backend=backend, use_local_synchronization=True, timeout=timeout
-            )
-        else:
-            raise ConfigError(
-                f"the default process group has {dist.get_world_size()} ranks: neither the {self.role_world_size} of "
-                f"this role nor all of the run"
-            )
+        prefix = f"{self._node.prefix}/group/{self.role}/{self._group_key}"
+        self._group, self._owns_default_group = make_role_group(
+            self._place,
+            lambda: PrefixStore(prefix, clone_store(self._client)),
+            self.device.type,
+            backend,
+            timeout,
+        )
         return self._group  # type: ignore[no-any-return]
 
     def prompts(self, dataset: Any, epochs: int = 1, seed: int = 0) -> Iterator[PromptBatch]:
@@ -382,8 +368,9 @@ class Stream:
     def share(self, name: str, tensors: Mapping[str, torch.Tensor], timeout: float | None = None) -> str:
         """Give every draft a few tensors, under a name: the target's embedding or head, the draft vocabulary.
 
-        For target ranks. The tensors go through the control store, whose host keeps them until the run ends: at most
-        1 GiB from one target in all. Targets that share the same tensors under one name cost nothing more.
+        For target ranks. The tensors go through the control store, whose host keeps them in memory until the run ends:
+        at most ``StreamConfig.max_shared_bytes`` from one target in all. Targets that share the same tensors under one
+        name cost nothing more.
 
         Args:
             name: letters, digits, ``_``, ``-``, ``.``.
@@ -475,11 +462,12 @@ class Stream:
     def on_lost(self, callback: Callable[[tuple[str, ...]], None]) -> None:
         """Call ``callback`` with the ids of samples that are lost, to be produced again, on a thread of the package.
 
-        On a draft rank: those that died with their owner. On a target rank: its streamed samples that broke off, or
-        whose reader died, stopped or failed after it had given pieces back, and that were not retained.
+        On a draft rank: those that died with their owner, before this call too. On a target rank: its streamed samples
+        that broke off, or whose reader died, stopped or failed after it had given pieces back, and that were not
+        retained.
         """
         if isinstance(self._side, DraftSide):
-            self._side.estates.on_lost = callback
+            self._side.estates.report_to(callback)
         else:
             self._side.streams.on_lost = callback
 
@@ -564,6 +552,7 @@ class Stream:
             self._leave("failed", exc)
 
     def _leave(self, kind: str, exc: BaseException | None) -> None:
+        self._side.log_leftovers()
         # A peer that does not confirm is slow, and its samples would come twice if we went; or dead, and soon buried.
         patience = self.config.death_timeout if exc is None else CLOSE_S
         self._node.leave(kind, "" if exc is None else f"{type(exc).__name__}: {exc}", timeout=patience)

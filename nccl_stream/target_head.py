@@ -248,14 +248,15 @@ class TargetHead(nn.Module):
         """Replace a batch's last hidden states by what they stand for; other batches come back as they are.
 
         Args:
-            batch: a batch of an algorithm that allows last hidden states.
+            batch: a batch of an algorithm that allows last hidden states; a chunk of a streamed sample, too.
             vocabulary: makes ``target_probs`` and ``position_mask`` over it instead of full ``logits``.
 
         Returns:
             A batch with logits (or probabilities) in the algorithm's frame.
 
         Raises:
-            ConfigError: (a ``ValueError``) the batch's states are in a frame from which that cannot be made.
+            ConfigError: (a ``ValueError``) the batch's states are in a frame from which that cannot be made; in place,
+                for EAGLE-3, in a chunk that is not its sample's last.
         """
         hidden = batch.get("last_hidden_states")
         if hidden is None:
@@ -263,6 +264,12 @@ class TargetHead(nn.Module):
         norm: Any = batch.attributes[NORM_ATTRIBUTE]
         shifts = "logits" in schema_of(batch.algorithm).shifted
         if batch.attributes[FRAME_ATTRIBUTE] == "unshifted":
+            if shifts and not batch.is_final:
+                raise ConfigError(
+                    f"the chunk at position {batch.place.start_position} of sample {''.join(batch.sample_ids)!r} has "
+                    "last hidden states in place, and the distribution of its last slot comes from the position after "
+                    f"it, which is in the next chunk: open the sample with {FRAME_ATTRIBUTE}=shifted"
+                )
             hidden = shift_left(hidden) if shifts else hidden
         elif not shifts:
             raise ConfigError(f"{batch.algorithm.value} takes its last hidden states unshifted; these are shifted")
@@ -272,11 +279,11 @@ class TargetHead(nn.Module):
         else:
             probs, mask = self.target_probs(hidden, batch["loss_mask"], vocabulary, norm=norm)
             made = {"target_probs": probs, "position_mask": mask}
-        if shifts:
+        if shifts and batch.is_final:
             for tensor in made.values():
-                tensor[:, -1:] = 0  # the slot that the shift freed: zero in every encoding
+                tensor[:, -1:] = 0  # the slot that the shift freed, at the sample's end: zero in every encoding
         result: B = replace(batch, last_hidden_states=None, **made)  # type: ignore[type-var]
-        result.sample_ids = batch.sample_ids
+        result.sample_ids, result.place = batch.sample_ids, batch.place
         result.attributes = {
             name: value for name, value in batch.attributes.items() if name not in (NORM_ATTRIBUTE, FRAME_ATTRIBUTE)
         }

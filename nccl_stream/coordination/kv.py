@@ -14,7 +14,7 @@ from torch.distributed.distributed_c10d import Store
 
 from nccl_stream.errors import ControlStoreError, WireFormatError
 
-__all__ = ["MAX_VALUE_BYTES", "ControlStore", "clone_store", "dump_json", "load_json", "tcp_store"]
+__all__ = ["MAX_VALUE_BYTES", "ControlStore", "clone_store", "dump_json", "launch_store", "load_json", "tcp_store"]
 
 # A TCPStore client loses its connection for good on a value over 8 MiB; half of that leaves room for framing.
 MAX_VALUE_BYTES = 4 * 1024 * 1024
@@ -37,6 +37,18 @@ def tcp_store(host: str, port: int, *, serve: bool, timeout: float) -> Store:
         wait_for_workers=False,
         timeout=timedelta(seconds=timeout),
         master_listen_fd=None if listener is None else listener.detach(),
+    )
+    return store
+
+
+def launch_store(host: str, port: int, *, serve: bool, timeout: float) -> Store:
+    """The ``TCPStore`` at which the ranks of one launch meet; ``RuntimeError`` when it cannot be had.
+
+    As torch's rendezvous makes it, on every interface and shared with other groups of this process, but without
+    waiting for the other ranks: who is missing is found out later, by name.
+    """
+    store: Store = dist.TCPStore(  # type: ignore[attr-defined]  # torch's stubs leave it out
+        host, port, is_master=serve, wait_for_workers=False, timeout=timedelta(seconds=timeout), multi_tenant=True
     )
     return store
 

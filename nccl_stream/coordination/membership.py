@@ -7,9 +7,10 @@ earlier life left behind never does.
 
 from __future__ import annotations
 
+import logging
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -17,6 +18,8 @@ from nccl_stream.coordination.kv import ControlStore
 from nccl_stream.errors import ConfigError, MembershipError, WireFormatError
 
 __all__ = ["Gone", "Identity", "Member", "Membership", "RunShape", "Timing"]
+
+logger = logging.getLogger(__name__)
 
 _POLL_S = 0.05
 
@@ -330,6 +333,8 @@ class Membership:
                     f"{holder.label} is alive and holds {self.identity.role} rank {self.identity.rank} of run "
                     f"{self.shape.run_id!r}; start this process under another rank"
                 )
+            # Before its rank is ours: whoever comes later learns of it from here alone.
+            self._set(f"before/{self.inc}", current)
         if not self.documents.compare_set(key, current, mine):
             return False
         self.touch_roster()
@@ -429,6 +434,26 @@ class Membership:
 
     def _can_be_buried(self, inc: str) -> bool:
         return self.documents.exists([f"gone/{inc}"])
+
+    def predecessors(self, member: Member, known: Container[str]) -> list[Member]:
+        """Who held the slot of ``member`` before it, oldest first, back to the last one in ``known``; all are gone."""
+        chain: list[Member] = []
+        seen = {member.inc}
+        while True:
+            try:
+                before = _parse_member(self._get(f"before/{member.inc}") or {"inc": ""}, member.role, member.rank)
+            except WireFormatError as exc:
+                logger.error("who was %s %d before %s is not known: %s", member.role, member.rank, member.inc, exc)
+                break
+            if before is None or before.inc in seen or before.inc in known:
+                break
+            if not self.documents.exists([f"gone/{before.inc}", f"status/{before.inc}"]):
+                logger.error("%s, named as a predecessor of %s, never was a member", before.inc, member.inc)
+                break
+            member = replace(before, gone=self.tombstone(before.inc) or Gone("died", "its rank was taken over", ""))
+            seen.add(member.inc)
+            chain.append(member)
+        return chain[::-1]
 
     def refusal(self) -> str | None:
         """Why a rank could not join, when one wrote that down."""

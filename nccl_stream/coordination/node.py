@@ -46,6 +46,13 @@ class NodeHandler(Protocol):
 
     def on_joined(self, member: Member) -> None: ...
 
+    def on_missed(self, member: Member) -> None:
+        """A member that was gone before this process heard of it.
+
+        Told after the living that were found with it; those of one rank in the order of their lives.
+        """
+        ...
+
     def on_gone(self, member: Member) -> None: ...
 
     def on_fatal(self, error: NcclStreamError) -> None: ...
@@ -456,6 +463,11 @@ class Node:
             if inc not in roster and member.gone is None:
                 gone = membership.tombstone(inc) or Gone("died", "its rank was taken over", "")
                 roster[inc] = replace(member, gone=gone)
+        missed: dict[str, Member] = {}
+        for member in roster.values():
+            if member.inc not in before:
+                missed |= {old.inc: old for old in membership.predecessors(member, before)}
+        roster = {**missed, **roster}
         with self._cond:
             self._members = {**before, **roster}
             joined = [m for inc, m in roster.items() if inc not in before]
@@ -467,7 +479,7 @@ class Node:
                 if member.gone is not None:
                     self._mail.forget(member.inc)
             self._cond.notify_all()
-        for member in joined:
+        for member in sorted(joined, key=lambda member: member.gone is not None):
             if member.inc == self.inc:
                 continue
             if greet and member.gone is None:
@@ -475,6 +487,8 @@ class Node:
             logger.info("%s: sees %s%s", self.inc, member.label, "" if member.gone is None else " (gone)")
             if member.gone is None:
                 self._handler.on_joined(member)
+            else:
+                self._handler.on_missed(member)
             with self._cond:
                 self._introduced.add(member.inc)
                 self._cond.notify_all()

@@ -109,7 +109,9 @@ class DraftSide(Side):
     def wire(self, node: Node, links: Links, store: NcclFeatureStore, arena: Arena) -> None:
         """Second half of construction: the parts that need this one."""
         self.node, self.links, self.store, self.arena = node, links, store, arena
-        self.estates = Estates(self.cond, node, self.intake, later=self._later, on_read=self._changed)
+        self.estates = Estates(
+            self.cond, node, self.intake, later=self._later, on_read=self._changed, clock=self._clock
+        )
         self.leases = DraftLeases(
             self.intake,
             lease=self.config.lease,
@@ -170,10 +172,10 @@ class DraftSide(Side):
             slot_bytes = self.streams.windows(ref).total_bytes
         if nbytes != ref.estimated_bytes:
             raise RefError(f"sample {ref.sample_id!r}: estimated_bytes={ref.estimated_bytes}, its specs make {nbytes}")
-        if slot_bytes > self.arena.capacity_bytes or nbytes > self.config.max_sample_bytes:
+        if slot_bytes > self.config.slot_bytes() or nbytes > self.config.max_sample_bytes:
             raise CapacityError(
-                f"sample {ref.sample_id!r} needs {slot_bytes} bytes, this rank takes samples of up to "
-                f"{self.config.max_sample_bytes} bytes in an arena of {self.arena.capacity_bytes}",
+                f"sample {ref.sample_id!r} of {nbytes} bytes needs a slot of {slot_bytes}, this rank takes samples of "
+                f"up to {self.config.max_sample_bytes} in slots of up to {self.config.slot_bytes()}",
                 can_wait=False,
             )
         return slot_bytes
@@ -253,6 +255,8 @@ class DraftSide(Side):
 
     def on_joined(self, member: Member) -> None:
         if member.role != "target":
+            with self.cond:
+                self.estates.draft_joined(member.inc)
             return
         linked = self._rank in self.config.linked_drafts(member.rank, self._num_drafts)
         with self.cond:
@@ -261,6 +265,15 @@ class DraftSide(Side):
                 self.intake.owner_joined(member.inc, member.rank)
         if linked:
             self.links.add(member)
+
+    def on_missed(self, member: Member) -> None:
+        with self.cond:
+            if member.role == "target":
+                self._targets.setdefault(member.rank, member.inc)
+            else:
+                self._draft_ended(member.inc, member.rank)
+            self.estates.missed(member)
+            self._changed()
 
     def on_gone(self, member: Member) -> None:
         kind = "" if member.gone is None else member.gone.kind
@@ -272,6 +285,7 @@ class DraftSide(Side):
         with self.cond:
             if member.role == "draft":
                 self._draft_ended(member.inc, member.rank)
+                self.estates.missed(member)
             if member.role == "draft" and self.rounds is not None:
                 awaited = kind != "left" and self._restart_timeout > 0
                 if awaited:
@@ -625,6 +639,12 @@ class DraftSide(Side):
         with self.cond:
             self.leases.return_all()
             self._changed()
+
+    def log_leftovers(self) -> None:
+        with self.cond:
+            unserved = self.finished and self.end_error() is None and not self.leases.handed and not self._stop_reason
+        if unserved:
+            logger.warning("%s: the stream ended, and no sample of it came to this rank", self.node.inc)
 
     def check_held(self) -> None:
         """Raise when user references have kept all memory for longer than ``held_timeout``; the lock is held."""

@@ -104,6 +104,9 @@ class Side:
         if self._fatal is not None:
             raise self._fatal
 
+    def log_leftovers(self) -> None:
+        """Log what did not come to a good end; this rank is about to leave."""
+
     # -- work that needs the store -----------------------------------------------------------------------------------
 
     def _defer(self, task: Callable[[ControlStore], None]) -> None:

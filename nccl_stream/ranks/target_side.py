@@ -55,6 +55,7 @@ logger = logging.getLogger(__name__)
 
 # Ids of settled samples that are remembered, to say so when one is put again.
 REMEMBERED_IDS = 65536
+SHOWN_LEFTOVERS = 10
 
 
 @dataclass(frozen=True)
@@ -267,6 +268,18 @@ class TargetSide(Side):
             self.delivery.draft_joined(member.inc, member.rank)
         self.links.add(member)
 
+    def on_missed(self, member: Member) -> None:
+        if member.role != "draft" or member.rank not in self._linked:
+            return
+        succeeded = any(draft.rank == member.rank for draft in self.node.alive("draft"))
+        with self.cond:
+            awaited = self._restart_timeout > 0 and member.gone is not None and member.gone.kind != "left"
+            self._restarts.pop(member.rank, None)
+            if awaited and not succeeded:
+                self._restarts[member.rank] = self._clock() + self._restart_timeout
+            self.delivery.draft_missed(member.inc, member.rank, awaited=awaited)
+            self._changed()
+
     def on_gone(self, member: Member) -> None:
         if member.role != "draft" or member.rank not in self._linked:
             return
@@ -362,6 +375,20 @@ class TargetSide(Side):
                     next_log = self._clock() + log_every
                     logger.info("waiting for outcomes: %s", dict(self.delivery.unacked()))
                 self.wait(0.5)
+
+    def log_leftovers(self) -> None:
+        with self.cond:
+            put, letters, stayed = (
+                self.delivery.books.put,
+                list(self.delivery.dead_letters),
+                self.delivery.resident_ids(),
+            )
+        if letters:
+            first = ", ".join(f"{letter.sample_id} ({letter.reason[:200]})" for letter in letters[:SHOWN_LEFTOVERS])
+            logger.warning("%s: %d of %d samples are dead letters: %s", self.node.inc, len(letters), put, first)
+        if stayed:
+            first = ", ".join(stayed[:SHOWN_LEFTOVERS])
+            logger.warning("%s: leaves with %d of %d samples untaken: %s", self.node.inc, len(stayed), put, first)
 
     def books(self) -> Books:
         with self.cond:

@@ -16,7 +16,7 @@ from typing import Protocol
 
 import torch
 
-from nccl_stream.config import slot_bound
+from nccl_stream.config import least_sample_bytes, slot_bound
 from nccl_stream.errors import CapacityError, ClosedError, MisuseError, SampleNotFoundError, SpecMismatchError
 from nccl_stream.refs import FeatureAlgorithm, FeatureSpec, SampleRef, StreamSpec
 from nccl_stream.store import FeatureStore, StoreHandle, StoreHealth
@@ -213,6 +213,14 @@ class NcclFeatureStore(FeatureStore):
         )
         ref.to_json()  # a ref that cannot be announced is refused here, on the side that is at fault
         layout = self.layout_of(specs)
+        if layout.total_bytes > slot_bound(self._max_sample_bytes) and nbytes <= self._max_sample_bytes:
+            raise CapacityError(
+                f"sample {sample_id!r} has {len(specs)} features of {nbytes} bytes in all, which take "
+                f"{layout.total_bytes} with headers and alignment; drafts count on at most "
+                f"{slot_bound(self._max_sample_bytes)}: join small features, or set "
+                f"max_sample_bytes={least_sample_bytes(layout.total_bytes)} or more",
+                can_wait=False,
+            )
         self._check_size(sample_id, nbytes)
         with residency.reserve(sample_id, nbytes) as reservation:
             owned = self._store(sample_id, layout, tensors, donate=donate)
@@ -434,8 +442,8 @@ class NcclFeatureStore(FeatureStore):
             if isinstance(owned, OwnedPieces):
                 raise MisuseError(f"sample {ref.sample_id!r} is streamed: it is read on draft ranks")
             _check_specs(ref, owned.layout.specs)
-            features, device = owned.features(), self._device if device is None else device
-            return {name: copy_tensor(features[name], device) for name in ref.feature_names()}, handle
+            features = self.memory.read(owned, device)
+            return {name: features[name] for name in ref.feature_names()}, handle
         except BaseException:
             self._residency.detach(handle)
             raise

@@ -11,12 +11,12 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from nccl_stream.config import Staging, StreamConfig
-from nccl_stream.device_staging import DeviceStager, Stream, is_available
+from nccl_stream.device_staging import DeviceStager, is_available
 from nccl_stream.errors import ConfigError, DeviceError, MisuseError
 from nccl_stream.staging import StagedCopy, Stager
 from nccl_stream.stores.owned_pieces import OwnedPieces
@@ -134,7 +134,7 @@ class SampleMemory:
         device_bytes: cap of ``"auto"``.
         down, up: copies from the device to the host and back; None where the device is the CPU.
         chunk_bytes: the longest message of a link.
-        current_stream: the stream of the calling thread that makes and overwrites sources; for tests.
+        current_stream: the calling thread's, on which sources are made and overwritten, and samples read; for tests.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class SampleMemory:
         down: Stager | DeviceStager | None = None,
         up: Stager | DeviceStager | None = None,
         chunk_bytes: int = 0,
-        current_stream: Callable[[], Stream] | None = None,
+        current_stream: Callable[[], Any] | None = None,
     ) -> None:
         if staging != "device" and host_arena is None:
             raise MisuseError(f"staging={staging!r} needs memory of the host")
@@ -158,7 +158,9 @@ class SampleMemory:
         self._arenas: dict[Place, Arena | None] = {"device": device_arena, "host": host_arena}
         self._down, self._up = down, up
         self._chunk_bytes = chunk_bytes
-        self._current_stream = current_stream or (lambda: torch.cuda.current_stream(device))
+        self._current_stream: Callable[[], Any] = current_stream or (
+            lambda: torch.cuda.current_stream(device) if device.type == "cuda" else None
+        )
         self._lock = threading.Lock()
         self._placement = Placement(staging, device_bytes)
         # Samples that were dropped while copies still wrote into their slots.
@@ -202,6 +204,23 @@ class SampleMemory:
             raise
         owned.place, owned.nbytes = place, nbytes
         return owned
+
+    def read(self, owned: OwnedBytes, device: torch.device | None = None) -> dict[str, torch.Tensor]:
+        """Copies of a sample's features on ``device``; None: where samples are made.
+
+        They may be queued on the current stream still when this returns. The sample may be freed all the same: its
+        memory goes to nobody else before that stream has come to them.
+
+        Raises:
+            DeviceError: a copy of the sample failed, or does not end.
+        """
+        device, features, stream = self._device if device is None else device, owned.features(), self._current_stream()
+        if owned.slot is not None:
+            owned.slot.record_release(stream)
+        for tensor in (*owned.donated.values(), *(() if owned.slot is not None else (owned.buffer,))):
+            if tensor.is_cuda:  # the allocator gives it to nobody else before
+                tensor.record_stream(stream)
+        return {name: copy_tensor(tensor, device) for name, tensor in features.items()}
 
     @property
     def pieces_arena(self) -> Arena | None:
@@ -270,14 +289,12 @@ class SampleMemory:
         slot, buffer = self._reserve(place, layout.total_bytes if whole else layout.packed_bytes, sample_id)
         try:
             copied = {name: tensor for name, tensor in tensors.items() if name not in donated}
+            stream = self._current_stream()
+            if slot is not None:
+                slot.wait_release(stream)
+            layout.pack(copied, buffer)
             if self._device.type == "cuda":
-                stream = torch.cuda.current_stream(self._device)
-                if slot is not None:
-                    slot.wait_release(stream)
-                layout.pack(copied, buffer)
                 stream.synchronize()
-            else:
-                layout.pack(copied, buffer)
         except BaseException:
             if slot is not None:
                 slot.settle()

@@ -34,8 +34,11 @@ SMALL = {
 
 
 def soon():
-    """Seconds after which a silent process is as good as dead: one that gets no processor must not be taken for it."""
-    return 3.0 * min(4.0, max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)))
+    """Seconds after which a silent process is as good as dead: one that gets no processor must not be taken for it.
+
+    0.6 of it, after which a silent store is given up, is longer than a pause of 2 s.
+    """
+    return 5.0 * min(4.0, max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)))
 
 
 class Journal:

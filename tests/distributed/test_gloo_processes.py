@@ -267,14 +267,16 @@ def send_some_and_stay(store, rank, pipe, count, nbytes):
 
 
 @pytest.mark.parametrize(
-    ("sent", "nbytes"), [(2, 1 << 12), (200, 48 << 20)], ids=["between messages", "in the middle of a message"]
+    ("sent", "asked", "nbytes"),
+    [(2, 5, 1 << 12), (200, 200, 48 << 20)],
+    ids=["between messages", "in the middle of a message"],
 )
-def test_killed_peer_fails_its_link_at_once(ranks, sent, nbytes):
+def test_killed_peer_fails_its_link_at_once(ranks, sent, asked, nbytes):
     rank = ranks.start(send_some_and_stay, sent, nbytes)
     channel, recorder = ranks.attach(ranks.engine(), rank)
     slot = torch.zeros(nbytes, dtype=torch.uint8)
     ranks.hear(rank, "sending")
-    for token in range(5):
+    for token in range(asked):
         channel.recv(token, [slot])
     recorder.wait_done(2)
     os.kill(ranks.processes[rank].pid, signal.SIGKILL)
@@ -282,7 +284,7 @@ def test_killed_peer_fails_its_link_at_once(ranks, sent, nbytes):
     assert isinstance(error, LinkError)
     assert not isinstance(error, LinkTimeoutError), "noticed only by the deadline"
     assert "target 0" in str(error)
-    assert tokens == list(range(len(recorder.done), 5))
+    assert tokens == list(range(len(recorder.done), asked))
 
 
 def test_idle_link_whose_peer_was_killed_fails_when_used(ranks):
@@ -351,7 +353,7 @@ def test_abort_in_mid_transfer_then_reuse_of_the_slot_is_clean(ranks):
         pass
     channel.abort()
     _, tokens = recorder.wait_failed()
-    assert tokens == ["doomed"]
+    assert recorder.done + tokens == ["doomed"]  # it may all have come before the abort
     slot.end_transfer()
     slot.settle()
     for token in range(4):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import pickle
 import signal
 import time
@@ -29,7 +30,7 @@ from nccl_stream.transport.process_group import GlooLink
 
 torch.set_num_threads(1)
 
-SETTLING_S = 30.0
+SETTLING_S = 60.0
 
 
 def keep_store(spec, journal):
@@ -104,7 +105,7 @@ def join(spec, role, journal):
     """Connect.
 
     ``flip_every``, ``flip``: corrupt what comes, see above; ``no_links``: this rank never opens its side of a link;
-    ``forks``: then run so many loader processes.
+    ``forks``: then run so many loader processes; ``one_launch``: as a rank of a launch of targets and drafts.
     """
     if spec.get("no_links"):
         nccl_stream.ranks.links.Links.opening = lambda self, inc, gen: None
@@ -112,14 +113,18 @@ def join(spec, role, journal):
         flip_on_the_wire(spec["flip_every"])
     if "flip" in spec:
         flip_in_the_slot(spec["flip"])
+    place = {"role": role, "rank": spec["rank"]}
+    if spec.get("one_launch"):
+        place = {}
+        os.environ["RANK"] = str(spec["rank"] + (spec["targets"] if role == "draft" else 0))
+        os.environ["WORLD_SIZE"] = str(spec["targets"] + spec["drafts"])
     stream = nccl_stream.connect(
         f"tcp://127.0.0.1:{spec['port']}",
         run_id=spec["run_id"],
-        role=role,
-        rank=spec["rank"],
         num_targets=spec["targets"],
         num_drafts=spec["drafts"],
         config=StreamConfig(**spec["config"]),
+        **place,
     )
     journal.say("connected")
     if "forks" in spec:

@@ -73,10 +73,12 @@ def test_samples_of_an_unfinished_step_come_again(tmp_path, end):
         assert books["lost"] == books["dead"] == books["resident"] == 0
         again = numbers(other, "stepped")
         assert len(again) == len(set(again))
-        assert unfinished <= set(again)
-        # What the victim had stepped on may or may not have been heard of; nothing else comes twice or misses.
-        missing = set(range(samples)) - set(again) - set(stepped)
-        assert len(missing) == books["dropped"] == 0
+        # What the victim had stepped on may or may not have been heard of, also in part; nothing else comes twice, and
+        # nothing misses but what makes no whole round.
+        heard = books["acked"] - len(again)
+        assert 0 <= heard <= len(stepped)
+        assert books["dropped"] == (samples - heard) % (BATCH * ACCUMULATION) * (end == "drop")
+        assert len(set(range(samples)) - set(again) - set(stepped)) <= books["dropped"]
 
 
 def test_padded_end_gives_every_rank_as_many_batches(tmp_path):

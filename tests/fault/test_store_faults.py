@@ -39,7 +39,7 @@ def test_every_rank_says_that_the_store_is_gone(tmp_path, number, end):
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
 def test_store_that_goes_away_while_ranks_connect(tmp_path, number):
-    with Run(tmp_path, targets=1, drafts=2, deaths=True, config={"connect_timeout": 4.0}, samples=1) as run:
+    with Run(tmp_path, targets=1, drafts=2, deaths=True, config={"connect_timeout": 8.0}, samples=1) as run:
         there = [run.target(0), run.draft(0)]
         run.wait_for("the ranks to be joining", lambda: all(w.log.exists() and w.log.stat().st_size for w in there))
         fault(run, number)

@@ -27,6 +27,9 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and there is none"),
     pytest.mark.skipif(not device_staging.is_available(), reason="the compiled core has no CUDA part"),
+    pytest.mark.skipif(
+        not device_staging.has_kernels(torch.device("cuda", 0)), reason="the compiled core has no kernels for this GPU"
+    ),
 ]
 
 MIB = 1 << 20
@@ -168,6 +171,21 @@ def test_packing_kernel_agrees_with_torch_for_all_dtypes_and_strides(seed):
         assert torch.equal(bytes_of(tensor.cpu()), bytes_of(original))
 
 
+def test_tensors_may_be_dropped_while_the_packing_kernel_is_still_to_run():
+    slot = torch.zeros(8 * MIB, dtype=torch.uint8, device=GPU)
+    source = torch.ones(8 * MIB, dtype=torch.uint8, device=GPU)
+    side = torch.cuda.Stream(GPU)
+    side.wait_stream(torch.cuda.current_stream(GPU))
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(100_000_000)
+    device_pack([source], slot, [0], stream=side)
+    del source
+    others = [torch.full((8 * MIB,), 2, dtype=torch.uint8, device=GPU) for _ in range(4)]
+    torch.cuda.synchronize()
+    assert bool((slot == 1).all())
+    del others
+
+
 def test_packing_of_large_strided_features_agrees_with_torch():
     hidden = torch.randn(1, 3000, 3, 1024, device=GPU).to(torch.bfloat16)
     tensors = [hidden.transpose(1, 2), hidden[..., ::2], hidden[:, 1:, :, 3:], hidden.permute(3, 2, 1, 0)]
@@ -222,6 +240,33 @@ def test_samples_keep_their_bytes_under_every_policy(staging, donate):
             assert torch.equal(found[name].cpu(), tensor.cpu()), (value, name)
         memory.free(owned)
     assert memory.used_bytes == {"device": 0, "host": 0}
+    assert memory.close(WAIT_S)
+
+
+@pytest.mark.parametrize(("crowded", "donate"), [(False, False), (False, True), (True, False)])
+def test_memory_of_a_sample_that_is_still_read_is_written_behind_the_reads(crowded, donate):
+    """Reads are queued on another stream than the one that makes samples. Without a slot they have the allocator's."""
+    config = StreamConfig(staging="device", max_bytes=16 * MIB, max_sample_bytes=8 * MIB)
+    memory = make_sample_memory(config, GPU)
+    spec = FeatureSpec((8 * MIB,), torch.uint8)
+    layout = SlotLayout.from_specs({"x": spec}, chunk_bytes=CHUNK)
+    crowd = [memory.store(name, layout, {"x": torch.zeros(8 * MIB, dtype=torch.uint8)}, donate=False) for name in "abc"]
+    if not crowded:
+        memory.free(crowd.pop())
+    reading = torch.cuda.Stream(GPU)
+    found = []
+    for value in range(6):
+        tensors = {"x": torch.full(spec.shape, value, dtype=torch.uint8, device=GPU)}
+        owned = memory.store(str(value), layout, tensors, donate=donate)
+        del tensors
+        with torch.cuda.stream(reading):
+            torch.cuda._sleep(20_000_000)
+            found.append(memory.read(owned)["x"])
+        assert (owned.slot is None) == crowded
+        memory.free(owned)
+        del owned
+    torch.cuda.synchronize()
+    assert [int(tensor.float().mean()) for tensor in found] == list(range(6))
     assert memory.close(WAIT_S)
 
 

@@ -316,6 +316,61 @@ def test_packing_refuses_what_does_not_fit():
         device_pack([torch.zeros(4)], slot, [0], stream=stream, runtime=runtime)
 
 
+@pytest.mark.parametrize("slot", [flat(64)[::2], torch.zeros(16), flat(64).view(8, 8)])
+def test_packing_refuses_a_slot_that_is_not_flat_bytes(slot):
+    runtime = native.FakeRuntime()
+    stream, tensors = new_stream(runtime), [flat(8, 1)]
+    with pytest.raises(MisuseError, match="flat"):
+        device_pack(tensors, slot, [0], stream=stream, runtime=runtime)
+    with pytest.raises(MisuseError, match="flat"):
+        device_unpack(slot, [0], tensors, stream=stream, runtime=runtime)
+    assert runtime.pending() == 0
+
+
+def test_packing_refuses_places_and_tensors_that_would_race_or_lie():
+    runtime = native.FakeRuntime()
+    stream, slot = new_stream(runtime), flat(64)
+    conjugated = torch.ones(2, dtype=torch.complex64).conj()
+    for tensors, offsets, message in (
+        ([flat(8), flat(8)], [0, 7], "overlap"),
+        ([flat(8), flat(8)], [8, 8], "overlap"),
+        ([flat(8), flat(8), flat(8)], [20, 0, 4], "overlap"),
+        ([flat(8), flat(8)], [0], "2 tensors, but 1 offsets"),
+        ([conjugated], [0], "resolve_conj"),
+        ([conjugated.imag], [0], "resolve_neg"),
+        ([torch.eye(2).to_sparse()], [0], "dense"),
+    ):
+        with pytest.raises(MisuseError, match=message):
+            device_pack(tensors, slot, offsets, stream=stream, runtime=runtime)
+        with pytest.raises(MisuseError, match=message):
+            device_unpack(slot, offsets, tensors, stream=stream, runtime=runtime)
+    with pytest.raises(MisuseError, match="expanded"):
+        device_unpack(slot, [0], [flat(1).expand(8)], stream=stream, runtime=runtime)
+    assert runtime.pending() == 0
+    device_pack([flat(0), flat(8), flat(0), flat(8)], slot, [4, 0, 8, 8], stream=stream, runtime=runtime)
+    device_pack([flat(1).expand(8)], slot, [0], stream=stream, runtime=runtime)
+
+
+def test_unpacking_tells_autograd():
+    runtime = native.FakeRuntime()
+    weight = torch.ones(4, requires_grad=True)
+    target = torch.ones(4)
+    product = weight * target
+    device_unpack(flat(16), [0], [target], stream=new_stream(runtime), runtime=runtime)
+    finish(runtime)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.sum().backward()
+
+
+def test_kernels_that_a_device_cannot_run_are_not_used(caplog):
+    runtime = native.FakeRuntime()
+    assert device_staging._finds_kernels(torch.device("cpu"), runtime)
+    runtime.fail("find_kernels", 1, 209)
+    assert not device_staging._finds_kernels(torch.device("cpu"), runtime)
+    assert "cudaFuncGetAttributes failed" in caplog.text
+    assert not device_staging._finds_kernels(torch.device("meta", 7), runtime), "no such device"
+
+
 @given(data=st.binary(max_size=9_000), value=st.integers(0, 2**32 - 1), start=st.integers(0, 7))
 @QUICK
 def test_sum_of_segments_is_the_checksum_of_the_whole(data, value, start):

@@ -24,7 +24,7 @@ class Handler:
 
     def __init__(self):
         self.cond = threading.Condition()
-        self.messages, self.joined, self.gone, self.fatal = [], [], [], []
+        self.messages, self.joined, self.missed, self.gone, self.fatal = [], [], [], [], []
         self.ticks = 0
 
     def note(self, where, what):
@@ -38,6 +38,9 @@ class Handler:
 
     def on_joined(self, member):
         self.note(self.joined, member)
+
+    def on_missed(self, member):
+        self.note(self.missed, member)
 
     def on_gone(self, member):
         self.note(self.gone, member)

@@ -133,6 +133,52 @@ def test_batch_without_logits_is_refused_until_the_vocabulary_is_mapped(store):
     assert producer.produce(*prompt(1)).feature_names()[-2:] == ("target_probs", "position_mask")
 
 
+class ShapedTarget(FakeTarget):
+    """Returns the fake target's features, as a plain mapping, with some of them changed."""
+
+    def __init__(self, **changes) -> None:
+        super().__init__()
+        self.changes = changes
+
+    def generate_batch(self, input_ids, attention_mask, loss_mask):
+        features = super().generate_batch(input_ids, attention_mask, loss_mask).features()
+        return {**features, **self.changes}
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        ("aux_hidden_states", torch.zeros(1, SEQ, 3 * HIDDEN + 1)),
+        ("aux_hidden_states", torch.zeros(1, SEQ, 3 * HIDDEN, dtype=torch.int64)),
+        ("input_ids", torch.zeros(1, SEQ)),
+        ("attention_mask", torch.ones(SEQ)),
+        ("loss_mask", torch.ones(1, 3)),
+        ("logits", torch.zeros(2, SEQ, VOCAB)),
+        ("logits", torch.zeros(1, SEQ + 1, VOCAB)),
+    ],
+    ids=["odd width", "ids as states", "float ids", "no rows", "short mask", "other rows", "other length"],
+)
+def test_batch_whose_features_do_not_fit_together_is_refused_before_the_put(store, name, tensor):
+    producer = producer_for(store, ShapedTarget(**{name: tensor}))
+    with pytest.raises(SchemaError):
+        producer.produce(*prompt(1))
+    assert store.health().sample_count == 0
+
+
+def test_value_that_is_no_tensor_is_the_stores_to_refuse(store):
+    with pytest.raises(MisuseError, match="must be a tensor"):
+        producer_for(store, ShapedTarget(loss_mask=[1] * SEQ)).produce(*prompt(1))
+    assert store.health().sample_count == 0
+
+
+@pytest.mark.parametrize(("position", "worth"), [(0, False), (1, True), (SEQ - 1, True)])
+def test_producer_says_whether_a_prompt_would_train_anything(store, position, worth):
+    """The first token of a prompt predicts nothing, so nothing is learned of its own label."""
+    mask = torch.zeros(1, SEQ, dtype=torch.long)
+    mask[0, position] = 1
+    assert producer_for(store).is_worth_a_forward(mask) is worth
+
+
 def test_full_store_raises_and_keeps_nothing_when_not_asked_to_wait():
     store = LocalFeatureStore(max_samples=1)
     target = FakeTarget()
