@@ -48,7 +48,6 @@ class OutgoingStreams:
     def __init__(self, side: Side, delivery: OwnerDelivery, refused: Callable[[str, int, PieceSending], None]) -> None:
         self.cond = side.cond
         self.waited_s = 0.0
-        self.on_lost: Callable[[tuple[str, ...]], None] | None = None
         self._side = side
         self._delivery = delivery
         self._refused = refused
@@ -134,11 +133,8 @@ class OutgoingStreams:
             self._num_lost_told += len(lost)
         for each in lost:
             logger.error("streamed sample %s is lost: %s", each.sample_id, each.reason)
-        if lost and self.on_lost is not None:
-            try:
-                self.on_lost(tuple(each.sample_id for each in lost))
-            except Exception:
-                logger.exception("the on_lost callback raised")
+        if lost:
+            self._side.lost_reports.report(tuple(each.sample_id for each in lost))
 
     # -- transfers -----------------------------------------------------------------------------------------------------
 
