@@ -129,6 +129,11 @@ class OutgoingStreams:
                 self.changed(sample)
             for sample in [s for s in self._samples.values() if s.stream.outcome and not s.offered]:
                 self._forget(sample)  # discarded
+        self.report_lost()
+
+    def report_lost(self) -> None:
+        """Tell the user what was lost since the last time; the lock is not held."""
+        with self.cond:
             lost = self._delivery.lost[self._num_lost_told :]
             self._num_lost_told += len(lost)
         for each in lost:
