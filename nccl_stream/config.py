@@ -64,7 +64,8 @@ class StreamConfig:
         chunk_bytes: largest single transfer operation; a multiple of 256.
         depth: transfer operations in flight per link.
         on_loss: whether samples that died with their owner raise at once (``"raise"``) or only when no owner remains.
-        issue: NCCL calls come from a thread of the package (``"thread"``) or from ``stream.pump()`` (``"pump"``).
+        issue: NCCL calls come from a thread of the package (``"thread"``), or from the threads that call
+            ``stream.pump()`` or wait in the package for something (``"pump"``).
         check_finite: refuse samples with NaN or infinite values at put; costs a pass over every sample.
         staging: where a target's samples wait for their drafts. ``"device"``: on the GPU; ``"pinned"``: in page-locked
             memory of the host, to which they move at put; ``"auto"``: on the GPU up to ``device_bytes``, then in the

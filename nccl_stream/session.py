@@ -203,6 +203,8 @@ class Stream:
             self.device, depth=config.depth, issue=config.issue, timeout=config.transfer_timeout, name="nccl-stream"
         )
         self._engine = engine
+        if config.issue == "pump":
+            self._side.pump = engine.pump
         self._links = Links(
             self._node,
             engine,
@@ -257,6 +259,7 @@ class Stream:
             soft_cap_samples=config.max_samples,
             starving=side.starving,
             check_alive=side.raise_if_fatal,
+            pause=side.pause,
             check_finite=config.check_finite,
             outbound=side.streams,
             checksums=config.verify_checksums,
@@ -429,7 +432,14 @@ class Stream:
         return ", ".join(member.label for member in targets[:8])
 
     def pump(self) -> bool:
-        """Issue and complete NCCL transfers from this thread; with ``issue="pump"``, call it at step boundaries."""
+        """Issue and complete NCCL transfers from this thread, without blocking; returns whether anything moved.
+
+        With ``issue="pump"``, call it at step boundaries, so that transfers go on while this rank computes. Whoever
+        waits in the package (for a sample, a piece, room, outcomes) does the same meanwhile.
+
+        Raises:
+            MisuseError: (``ValueError``) the stream has a thread for that: ``issue="thread"``.
+        """
         return self._engine.pump()
 
     def statistics(self) -> StreamStatistics:
@@ -494,7 +504,7 @@ class Stream:
             if not self._node.alive("target"):
                 return True
             with self._side.cond:
-                self._side.cond.wait(0.05)
+                self._side.wait(0.05)
         return not self._node.alive("target")
 
     def _check_open(self, operation: str) -> None:

@@ -78,6 +78,10 @@ class OutgoingStreams:
         if not self._delivery.may_be_read(sample.ref.sample_id):
             raise PeerLostError(f"streamed sample {sample.ref.sample_id!r}: no draft rank is left that could read it")
 
+    def wait(self, seconds: float) -> None:
+        """See :meth:`Side.wait`."""
+        self._side.wait(seconds)
+
     def waited(self, seconds: float) -> None:
         """A writer has waited for its reader."""
         self.waited_s += seconds

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -21,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 K = TypeVar("K")
 
+PUMP_S = 0.001  # between two looks at unfinished transfers by a thread that waits; see TransferEngine's own
+
 
 class Side:
     """One process's end of a stream; every method may be called from any thread.
@@ -36,6 +39,7 @@ class Side:
     node: Node
     links: Links
     store: NcclFeatureStore
+    pump: Callable[[], bool] | None = None  # issues and completes transfers, where no thread of the package does
 
     def __init__(self, config: StreamConfig, *, restart_timeout: float, clock: Callable[[], float]) -> None:
         self.config = config
@@ -49,6 +53,30 @@ class Side:
     def _changed(self) -> None:
         """Do what follows from a change, and wake who waits for one; the lock is held."""
         self.cond.notify_all()
+
+    def wait(self, seconds: float) -> None:
+        """Wait for a change, at most ``seconds``; the lock is held, once, and given up meanwhile.
+
+        Where no thread of the package moves the bytes, the waiting thread does, or it might wait for itself. May return
+        early.
+        """
+        if self.pump is None:
+            self.cond.wait(seconds)
+            return
+        self.cond.release()  # what the pump completes is told under the lock, maybe to another thread that pumps
+        try:
+            moved = self.pump()
+        finally:
+            self.cond.acquire()
+        if not moved:
+            self.cond.wait(min(seconds, PUMP_S))
+
+    def pause(self, seconds: float) -> None:
+        """Let some time pass, at most ``seconds``; the lock is not held. As :meth:`wait`."""
+        if self.pump is None:
+            time.sleep(seconds)
+        elif not self.pump():
+            time.sleep(min(seconds, PUMP_S))
 
     def tell_all(self, message: Message) -> None:
         """Send a message to every living process of the run."""

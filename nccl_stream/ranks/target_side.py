@@ -374,7 +374,7 @@ class TargetSide(Side):
                 if self._clock() > next_log:
                     next_log = self._clock() + log_every
                     logger.info("waiting for outcomes: %s", dict(self.delivery.unacked()))
-                self.cond.wait(0.5)
+                self.wait(0.5)
 
     def log_leftovers(self) -> None:
         with self.cond:
@@ -445,7 +445,7 @@ class TargetQueue:
                 return
             started = time.monotonic()
             with side.cond:
-                side.cond.wait(poll_interval)
+                side.wait(poll_interval)
                 side.paused_s += time.monotonic() - started
 
     def close(self, *, error: BaseException | None = None) -> None:

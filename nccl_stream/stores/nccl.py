@@ -77,6 +77,7 @@ class NcclFeatureStore(FeatureStore):
         soft_cap_bytes: residency above which a put is refused unless ``starving()`` says that a draft lacks samples.
         soft_cap_samples: the same for the number of samples; None for no such cap.
         starving: see above.
+        pause: lets up to so many seconds pass, and does meanwhile what else waits to be done by this thread.
         check_alive: raises what ended this process's part of the stream; nothing is put, or waited for, afterwards.
         on_dropped: called when a draft's handle was garbage-collected unreleased; may run inside a finalizer, so it
             must neither lock nor block. :meth:`collect_dropped` then ends its hold.
@@ -99,6 +100,7 @@ class NcclFeatureStore(FeatureStore):
         soft_cap_bytes: int = 0,
         soft_cap_samples: int | None = None,
         starving: Callable[[], bool] = lambda: False,
+        pause: Callable[[float], None] = time.sleep,
         check_alive: Callable[[], None] = lambda: None,
         on_dropped: Callable[[], None] = lambda: None,
         check_finite: bool = False,
@@ -116,6 +118,7 @@ class NcclFeatureStore(FeatureStore):
         self._soft_cap = soft_cap_bytes
         self._soft_cap_samples = soft_cap_samples
         self._starving = starving
+        self._pause = pause
         self._check_alive = check_alive
         self._open_handles: dict[int, tuple[Slot, weakref.finalize[..., StoreHandle]]] = {}
         self._dropped: deque[int] = deque()
@@ -248,8 +251,7 @@ class NcclFeatureStore(FeatureStore):
 
         Put its ref on the queue before more than a window of pieces is appended. Draft ranks that take rounds together
         need a sample each: open as many samples at once as the drafts need for a round, or the one that has its sample
-        waits for the others, and its producer for it. With ``issue="pump"`` append with a timeout, and pump in between;
-        the same goes for the reader's :meth:`~nccl_stream.streamed.sample.PieceReader.next`.
+        waits for the others, and its producer for it.
 
         Raises:
             MisuseError: (``ValueError``) bad id, specs or sizes, or this is a draft rank.
@@ -353,7 +355,7 @@ class NcclFeatureStore(FeatureStore):
                 return False
             # Room comes from acks and from drafts that run dry; the second is not the residency's to signal.
             started = time.monotonic()
-            time.sleep(min(ROOM_POLL_S, remaining))
+            self._pause(min(ROOM_POLL_S, remaining))
             self.room_waited_s += time.monotonic() - started
 
     def pin(self, ref: SampleRef) -> tuple[OwnedBytes | OwnedPieces, StoreHandle]:

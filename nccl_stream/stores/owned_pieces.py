@@ -177,6 +177,10 @@ class Outbound(Protocol):
         """Raise when nobody can read the sample any more; the lock is held."""
         ...
 
+    def wait(self, seconds: float) -> None:
+        """Wait for a change, at most so long; the lock is held, and given up meanwhile."""
+        ...
+
     def waited(self, seconds: float) -> None:
         """A writer has waited for its reader; the lock is held."""
         ...
@@ -200,6 +204,10 @@ class Unconnected:
 
     def check(self, sample: OwnedPieces) -> None:
         """Nothing to check."""
+
+    def wait(self, seconds: float) -> None:
+        """Only other threads of this process change anything."""
+        self.cond.wait(seconds)
 
     def waited(self, seconds: float) -> None:
         """Nobody to blame."""
@@ -309,7 +317,7 @@ class OwnedPieceWriter(StreamWriter):
                     "append to streamed sample %s waits for its reader since %.0f s; %d of %d pieces are released",
                     self.ref.sample_id, waited, stream.freed, len(stream.lengths),
                 )  # fmt: skip
-            self._outbound.cond.wait(WAIT_S if timeout is None else max(0.0, min(WAIT_S, timeout - waited)))
+            self._outbound.wait(WAIT_S if timeout is None else max(0.0, min(WAIT_S, timeout - waited)))
             self._outbound.waited(time.monotonic() - started - waited)
             self._check()
 
