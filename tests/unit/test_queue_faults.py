@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from nccl_stream.errors import CapacityError, ProducerFailedError
+from nccl_stream.loader import FeatureDataLoader
 from nccl_stream.queue import SampleRefQueue, VisibilityTimeout
 from nccl_stream.stores.local import LocalFeatureStore
 from nccl_stream.testing.clock import FakeClock
@@ -316,6 +317,20 @@ def test_fault_8_a_poisoned_ref_ends_among_the_dead_letters(store):
     (letter,) = queue.dead_letters()
     assert (letter.ref, letter.delivery_count) == (ref, 4)
     assert "SampleNotFoundError" in letter.reason
+
+
+def test_fault_8_a_loader_meets_a_poisoned_ref_once_without_any_budget(store):
+    refs = [store.put(name, make_sample(), "run") for name in ("poison", "good")]
+    store.discard(refs[0])
+    queue = SampleRefQueue(store)
+    for ref in refs:
+        queue.put(ref)
+    queue.close()
+    loader = FeatureDataLoader(queue, store)
+    with pytest.raises(KeyError):
+        next(loader)
+    assert [batch.sample_ids for batch in loader] == [("good",)]
+    assert [letter.ref for letter in queue.dead_letters()] == [refs[0]]
 
 
 def test_fault_13_a_sample_that_no_cap_can_hold_says_so_with_the_number_that_would():
