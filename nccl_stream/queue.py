@@ -452,7 +452,8 @@ class SampleRefQueue:
                 if self._blocked:
                     self._room.notify_all()
                 next_expiry = self._table.next_deadline()
-                wait = min(deadline - now, threading.TIMEOUT_MAX)
+                # A lease that somebody else takes meanwhile expires after a whole visibility timeout at the earliest.
+                wait = min(deadline - now, self._table.visibility_timeout.seconds, threading.TIMEOUT_MAX)
                 if next_expiry is not None:
                     wait = min(wait, max(0.0, next_expiry - self._clock()))
                 self._work.wait(wait)

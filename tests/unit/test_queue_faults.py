@@ -139,6 +139,25 @@ def test_fault_3_an_expiry_wakes_a_waiting_acquire(store):
     assert (lease.ref.sample_id, lease.redelivery_count) == ("a", 1)
 
 
+def test_fault_3_an_expiry_wakes_a_consumer_that_waited_before_the_lease_was_taken(store):
+    queue = SampleRefQueue(store, VisibilityTimeout(0.1))
+    got = []
+
+    def consume():
+        got.append(queue.acquire(1000))  # takes the ref, or takes it over from the other one, who is dead by then
+
+    consumers = [threading.Thread(target=consume, daemon=True) for _ in range(2)]
+    for consumer in consumers:
+        consumer.start()
+    while queue._num_waiting_consumers < 2:
+        time.sleep(0.001)
+    queue.put(make_ref("a"))
+    for consumer in consumers:
+        consumer.join(20)
+        assert not consumer.is_alive()
+    assert sorted(lease.redelivery_count for lease in got) == [0, 1]
+
+
 def test_fault_3_a_wake_up_takes_a_small_part_of_the_poll(store):
     """Compared with the poll that a queue without wake-ups would wait out, not with a clock on the wall."""
     poll = 2.0
