@@ -256,9 +256,12 @@ class FeatureProducer:
 
 def _algorithm_of(backend: object) -> FeatureAlgorithm:
     algorithm = getattr(backend, "algorithm", None)
-    if not isinstance(algorithm, FeatureAlgorithm):
-        raise MisuseError(
-            f"cannot tell which algorithm {type(backend).__name__} serves; pass algorithm=FeatureAlgorithm.EAGLE3 "
-            "or give the backend an `algorithm` attribute"
-        )
-    return algorithm
+    if isinstance(algorithm, FeatureAlgorithm):
+        return algorithm
+    # NeMo AutoModel's backends say it by their base class alone.
+    if any(base.__name__ == "Eagle3TargetBackend" for base in type(backend).__mro__):
+        return FeatureAlgorithm.EAGLE3
+    raise MisuseError(
+        f"cannot tell which algorithm {type(backend).__name__} serves; pass algorithm=FeatureAlgorithm.EAGLE3 "
+        "or give the backend an `algorithm` attribute"
+    )

@@ -472,7 +472,10 @@ class Stream:
             self._side.streams.on_lost = callback
 
     def dead_letters(self) -> list[Any]:
-        """Samples of this target whose retry budget is spent; empty on a draft."""
+        """Samples of this target that were failed for good or too often; empty on a draft.
+
+        Their memory was freed, so they cannot be redriven: produce them anew, under the same ids if you like.
+        """
         return self._side.dead_letters() if isinstance(self._side, TargetSide) else []
 
     def request_stop(self, reason: str = "asked to stop") -> None:

@@ -19,10 +19,12 @@ from nccl_stream.errors import (
     PeerLostError,
     PeerTimeoutError,
     SampleNotFoundError,
+    SchemaError,
     SlotsHeldError,
     StreamBrokenError,
     StreamLostError,
 )
+from nccl_stream.loader import FeatureDataLoader
 from nccl_stream.testing.store_suite import make_sample
 from nccl_stream.testing.stream_suite import PIECE, StreamHarness, cut, make_whole, next_piece, write
 from tests.unit.test_nccl_store import MIB, open_pair, target_store
@@ -123,6 +125,21 @@ def test_failed_for_good_is_a_dead_letter_whatever_the_budget(harness: Any) -> N
     ref = harness.send("whole", make_sample())
     harness.draft.queue.fail(harness.leases.pop(ref.sample_id), reason="nobody can read it", final=True)
     eventually(lambda: len(harness.target.dead_letters()) == 1, "it does not come again")
+    again = harness.send("whole", make_sample())  # but it may be produced anew
+    assert harness.draft.queue.ack_many([harness.leases.pop(again.sample_id)]) == 1
+
+
+def test_sample_that_breaks_its_schema_is_a_dead_letter_and_not_acked(harness: Any) -> None:
+    sample = make_sample()
+    del sample["logits"]
+    harness.target.queue.put(harness.put("bad", sample))
+    with pytest.raises(SchemaError):
+        next(FeatureDataLoader(harness.draft.queue, harness.draft.store))
+    eventually(lambda: len(harness.target.dead_letters()) == 1, "it is dead")
+    (letter,) = harness.target.dead_letters()
+    assert "SchemaError" in letter.reason
+    books = harness.target._side.books()
+    assert (books.acked, books.dead, books.resident) == (0, 1, 0)
 
 
 def test_target_that_leaves_fails_what_is_still_open(harness: Any) -> None:

@@ -81,6 +81,16 @@ def test_ids_count_from_one_or_come_from_the_factory_or_the_call(store):
     assert made.produce(*prompt(1)).sample_id == "made-1"
 
 
+def test_backend_of_nemo_automodel_is_known_by_its_base_class(store):
+    base = type("Eagle3TargetBackend", (), {})  # theirs is no relative of ours, and says nothing more
+
+    class Theirs(base):
+        def generate_batch(self, **prompt):
+            return FakeTarget().generate_batch(**prompt)
+
+    assert FeatureProducer(Theirs(), store, run_id="run").produce(*prompt(1)).algorithm is FeatureAlgorithm.EAGLE3
+
+
 def test_unknown_backend_is_refused_unless_the_algorithm_is_given(store):
     class Unknown:
         def generate_batch(self, input_ids, attention_mask, loss_mask):
