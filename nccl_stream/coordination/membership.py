@@ -110,6 +110,10 @@ class Member:
         return f"{self.role} rank {self.rank} ({self.host} pid {self.pid})"
 
 
+def _inc_prefix(role: str, rank: int) -> str:
+    return f"{role[0]}{rank}-"
+
+
 def _parse_member(value: Any, role: str, rank: int) -> Member | None:
     """The member in a slot document; None for an empty slot."""
     if isinstance(value, WireFormatError):
@@ -129,6 +133,7 @@ def _parse_member(value: Any, role: str, rank: int) -> Member | None:
         [value["role"], value["rank"]] != [role, rank]
         or type(value["rank"]) is not int
         or type(value["pid"]) is not int
+        or not value["inc"].startswith(_inc_prefix(role, rank))
     ):
         raise WireFormatError(f"roster slot {role}/{rank} describes somebody else")
     return Member(**value)
@@ -175,7 +180,7 @@ class Membership:
         self._timing = timing
         self._clock = clock
         self._sleep = sleep
-        self.inc = f"{identity.role[0]}{identity.rank}-{uuid.uuid4().hex[:12]}"
+        self.inc = f"{_inc_prefix(identity.role, identity.rank)}{uuid.uuid4().hex[:12]}"
         self.epoch = ""
         self._seen: dict[str, tuple[int, float]] = {}
         self._last_in_slot: dict[tuple[str, int], Member] = {}
@@ -398,10 +403,13 @@ class Membership:
         values = self._root.get_many([f"e/{self.epoch}/slot/{role}/{rank}" for role, rank in shape.slots()])
         members: list[Member] = []
         for (role, rank), value in zip(shape.slots(), values, strict=True):
+            last = self._last_in_slot.get((role, rank))
             try:
                 member = _parse_member(value, role, rank)
             except WireFormatError:
-                member = self._last_in_slot.get((role, rank))
+                member = last
+            if member is not None and (last is None or last.inc != member.inc) and not self._ever_joined(member.inc):
+                member = last
             if member is not None:
                 self._last_in_slot[role, rank] = member
                 members.append(member)
@@ -414,6 +422,13 @@ class Membership:
                 gone = None
             roster[member.inc] = replace(member, gone=gone)
         return roster
+
+    def _ever_joined(self, inc: str) -> bool:
+        """Whether there was such an incarnation: each makes its tombstone's key before it takes a slot.
+
+        Reading a key that nobody ever makes would stop this process, and all others that believe the slot.
+        """
+        return self._root.exists([f"e/{self.epoch}/gone/{inc}"])
 
     def refusal(self) -> str | None:
         """Why a rank could not join, when one wrote that down."""
