@@ -92,7 +92,7 @@ def connect(
         MembershipError: a rank is taken, or another rank could not join.
         PeerTimeoutError: ranks are missing at the deadline; the message names them.
         LinkTimeoutError: a peer did not open its side of a link in time; the message names it.
-        VersionMismatchError: two ends run versions of torch or NCCL that cannot talk to each other.
+        VersionMismatchError: two ends run versions of this package, torch or NCCL that cannot talk to each other.
         ControlStoreError: the store cannot be reached, or does not answer.
     """
     config = StreamConfig() if config is None else config
