@@ -236,9 +236,13 @@ class SampleMemory:
         with self._lock:
             self._placement.give(owned.place, owned.nbytes)
         self._let_go(owned)
+        self.sweep()
 
     def sweep(self) -> None:
-        """Take back the slots of dropped samples whose copies are over by now."""
+        """Let go of what copies that are over by now kept: slots of dropped samples, sources. Does not block."""
+        for stager in (self._down, self._up):
+            if stager is not None:
+                stager.sweep()
         with self._lock:
             waiting, self._unwritten = self._unwritten, []
         for owned in waiting:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import random
+import weakref
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -173,6 +175,29 @@ def test_slot_of_a_dropped_sample_is_not_given_out_while_copies_write_into_it(se
     assert third.slot is not None
     machine.run()
     assert same(third.features(), {"x": torch.full((2 * SMALL_BYTES,), 3, dtype=torch.uint8)})
+
+
+@pytest.mark.parametrize("event", ["sweep", "free"])
+def test_memory_of_the_device_goes_when_the_copies_are_over_whether_or_not_more_are_put(event):
+    class Memory(np.ndarray):
+        pass
+
+    machine = Machine("pinned")
+    memory = np.ones(2 * SMALL_BYTES, dtype=np.uint8).view(Memory)
+    alive = weakref.ref(memory)
+    other = machine.put("other", {"x": torch.arange(5)})
+    kept = machine.put("kept", {"x": torch.frombuffer(memory, dtype=torch.uint8)})
+    del memory
+    machine.run()
+    gc.collect()
+    assert alive() is not None
+    if event == "sweep":
+        machine.memory.sweep()
+    else:
+        machine.memory.free(other)
+    gc.collect()
+    assert alive() is None
+    assert same(kept.features(), {"x": torch.ones(2 * SMALL_BYTES, dtype=torch.uint8)})
 
 
 @pytest.mark.parametrize(("call", "nth"), [("memcpy_async", n) for n in range(1, 8)] + [("event_record", 3)])
