@@ -198,7 +198,7 @@ class Stream:
         else:
             self._side = DraftSide(config, place.rank, place.num_targets, place.num_drafts, restart_timeout=restart)
         self._node = Node(client, shape, identity, timing, self._side)
-        self._memory = make_sample_memory(config, self.device) if place.role == "target" else None
+        self._memory = make_sample_memory(config, self.device, place.num_drafts) if place.role == "target" else None
         engine = TransferEngine(
             self.device, depth=config.depth, issue=config.issue, timeout=config.transfer_timeout, name="nccl-stream"
         )
@@ -242,7 +242,7 @@ class Stream:
         residency: Residency[OwnedBytes | OwnedPieces] = Residency(
             # A draft that lacks samples may always be given a round, whatever the others hold: see room_for().
             max_samples=None if config.max_samples is None else config.max_samples + window,
-            max_bytes=config.max_bytes + window * config.max_sample_bytes,
+            max_bytes=config.resident_cap(self._place.num_drafts),
             high_watermark_bytes=config.high_watermark,
             low_watermark_bytes=config.low_watermark,
             name="NcclFeatureStore",

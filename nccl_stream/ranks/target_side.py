@@ -329,6 +329,7 @@ class TargetSide(Side):
                 self._changed()
         self._run_tasks(documents)
         self.streams.tick()
+        self.store.memory.sweep()
         with self.cond:
             writes, deletes = self._journal.take_writes()
         documents.set_many(writes)
