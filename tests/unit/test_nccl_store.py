@@ -309,6 +309,23 @@ def test_each_side_refuses_what_belongs_to_the_other(pair: StreamHarness) -> Non
     pair.target.store.discard(ref)
 
 
+def test_draft_that_was_stopped_tells_its_targets_before_it_leaves() -> None:
+    """They would offer it what it refuses again and again."""
+    target, draft, server = open_pair(CONFIG)
+    harness = StreamHarness(target, draft)
+    with draft._side.cond:
+        draft._side.stop("enough")  # the word that went to the target is late
+    assert draft.queue.acquire(0.0) is None
+    assert draft.queue.is_drained
+    harness.eventually(lambda: target.queue.consumers_gone, "the target knows")
+    with pytest.raises(ClosedError, match="no draft rank is left"):
+        target.queue.put(harness.put("late", make_sample()))
+    assert target._side.books().redelivered == 0
+    draft.close()
+    target.close()
+    del server
+
+
 def test_everything_after_close_says_so() -> None:
     target, draft, server = open_pair(CONFIG)
     draft.close()
