@@ -21,6 +21,7 @@ from nccl_stream.stores.nccl import NcclFeatureStore
 from nccl_stream.stores.owned_pieces import OwnedPieces
 from nccl_stream.stores.residency import Residency
 from nccl_stream.stores.staged import OwnedBytes, SampleMemory
+from nccl_stream.testing.clock import FakeClock
 from nccl_stream.testing.store_suite import FeatureStoreConformance, StoreHarness, make_sample
 from nccl_stream.transport.arena import Arena
 
@@ -278,10 +279,12 @@ def test_sample_that_is_always_failed_becomes_a_dead_letter_with_its_reason(pair
 def test_late_ack_of_an_expired_lease_changes_nothing() -> None:
     target, draft, server = open_pair(StreamConfig(**{**vars(CONFIG), "lease": 0.3}))
     harness = StreamHarness(target, draft)
+    clock = draft._side.leases.table._clock = FakeClock()
     try:
         target.queue.put(harness.put("slow", make_sample()))
         old = draft.queue.acquire(20.0)
         assert old is not None
+        clock.advance(0.5)
         harness.eventually(lambda: draft.queue.pending_count() == 1, "the lease expired")
         new = draft.queue.acquire(20.0)
         assert new is not None
