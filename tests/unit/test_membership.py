@@ -58,23 +58,6 @@ def test_first_one_founds_the_epoch_and_the_rest_join_it(raw):
     assert (seen.role, seen.rank, seen.host, seen.pid, seen.gone) == ("draft", 1, "host", 7, None)
 
 
-@pytest.mark.parametrize("inc", ["d1-ffffffffffff", "another draft", "a target"])
-def test_slot_that_names_somebody_who_never_took_it_reads_as_before(raw, inc):
-    founder, draft, other = member(raw, "target", 0), member(raw, "draft", 1), member(raw, "draft", 0)
-    founder.join()
-    with beating(raw, founder):
-        draft.join()
-        other.join()
-    before = founder.read_roster()
-    slot = founder.documents.get("slot/draft/1")
-    lies = {"another draft": other.inc, "a target": founder.inc}
-    founder.documents.set("slot/draft/1", {**slot, "inc": lies.get(inc, inc)})
-    assert founder.read_roster() == before
-    late = member(raw, "draft", 1)
-    late.epoch = founder.epoch
-    assert late.read_roster() == {inc: member for inc, member in before.items() if inc != draft.inc}
-
-
 def test_all_at_once_agree_on_one_epoch(raw):
     everybody = [member(raw, "target", 0), member(raw, "draft", 0), member(raw, "draft", 1)]
     done = threading.Barrier(len(everybody) + 1)
