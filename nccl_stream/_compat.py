@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,8 @@ __all__ = [
     "is_drained",
     "producers_wait",
 ]
+
+logger = logging.getLogger(__name__)
 
 
 def accepts_keyword(function: Callable[..., object], name: str) -> bool:
@@ -46,11 +49,12 @@ def fail(queue: Any, lease: Lease, reason: BaseException) -> None:
 
 
 def fail_for_good(queue: Any, lease: Lease, reason: BaseException) -> None:
-    """Fail ``lease`` so that it does not come again, where the queue has a word for that; just fail it elsewhere."""
+    """Fail ``lease`` so that it does not come again; ack it where the queue has no other word for that."""
     if accepts_keyword(queue.fail, "final"):
         queue.fail(lease, reason=reason, final=True)
     else:
-        fail(queue, lease, reason)
+        logger.warning("sample %s is dropped: %s: %s", lease.ref.sample_id, type(reason).__name__, reason)
+        queue.ack(lease)
 
 
 def hand_back(queue: Any, lease: Lease) -> None:

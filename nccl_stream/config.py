@@ -188,6 +188,10 @@ class StreamConfig:
         """Samples one draft consumes per round."""
         return self.batch_size * self.accumulation
 
+    def resident_cap(self, num_drafts: int) -> int:
+        """Most bytes of samples that a target holds: a draft that lacks samples may always be given a round."""
+        return self.max_bytes + num_drafts * self.samples_per_round * self.max_sample_bytes
+
     def slot_bytes(self) -> int:
         """Upper bound of a receive slot for the largest sample: its features, their alignment and the header.
 

@@ -29,6 +29,7 @@ __all__ = [
     "DeviceStager",
     "Stream",
     "aside",
+    "at_device",
     "beside_captures",
     "device_crc32c",
     "device_pack",
@@ -74,7 +75,7 @@ def has_kernels(device: torch.device) -> bool:
 
 def _finds_kernels(device: torch.device, runtime: Any) -> bool:
     try:
-        with _at(device):
+        with at_device(device):
             _call(_native.find_kernels, runtime, device.index or 0)
     except DeviceError as error:
         logger.warning("torch packs on %s, and checksums are computed on the host: %s", device, error)
@@ -129,9 +130,14 @@ def aside(device: torch.device) -> AbstractContextManager[None]:
     return on_stream(_side_stream(device)) if device.type == "cuda" else nullcontext()
 
 
-def _at(device: torch.device) -> AbstractContextManager[object]:
-    """Make a device the current one. The core would do it itself, but leave a context on the former one."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+@contextlib.contextmanager
+def at_device(device: torch.device) -> Iterator[None]:
+    """Make a device the current one, for a call into CUDA from any thread; with :func:`beside_captures`.
+
+    The core would set the device itself, but leave a context on the former one.
+    """
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext(), beside_captures():
+        yield
 
 
 def _call(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
@@ -148,8 +154,9 @@ class DeviceCopy:
     Whoever drops it does not stop the copy, and the memory on both sides stays until it is over.
     """
 
-    def __init__(self, native: Any) -> None:
+    def __init__(self, native: Any, device: torch.device) -> None:
         self._native = native
+        self._device = device
 
     def done(self) -> bool:
         """Whether the bytes are in place and neither side is touched any more. Does not block.
@@ -157,7 +164,8 @@ class DeviceCopy:
         Raises:
             DeviceError: the device reports an error.
         """
-        return bool(_call(self._native.done))
+        with at_device(self._device):
+            return bool(_call(self._native.done))
 
     def wait(self, timeout: float | None = None) -> None:
         """Block until it is over.
@@ -166,7 +174,9 @@ class DeviceCopy:
             TimeoutError: it was not within ``timeout`` seconds.
             DeviceError: the device reports an error.
         """
-        if not _call(self._native.wait, -1.0 if timeout is None else max(0.0, timeout)):
+        with at_device(self._device):
+            over = _call(self._native.wait, -1.0 if timeout is None else max(0.0, timeout))
+        if not over:
             raise TimeoutError(f"the copy was not over within {timeout:g} s")
 
 
@@ -203,7 +213,8 @@ class DeviceStager:
         finalizer = weakref.finalize(self, _orphans.extend, self._in_progress)
         finalizer.atexit = False
         runtime = _native.cuda_runtime() if runtime is None else runtime
-        self._native = _call(_native.Stager, runtime, self.device.index or 0, chunk_bytes, streams)
+        with at_device(self.device):
+            self._native = _call(_native.Stager, runtime, self.device.index or 0, chunk_bytes, streams)
 
     def copy(
         self,
@@ -239,10 +250,8 @@ class DeviceStager:
         with self._lock:
             if self._closed:
                 raise ClosedError("copy: the stager is closed")
-            while self._in_progress and self._in_progress[0][0].done():
-                self._in_progress.popleft()
-            _forget_orphans()
-            with _at(self.device):
+            self._forget()
+            with at_device(self.device):
                 native = _call(
                     self._native.copy,
                     destination.data_ptr(),
@@ -252,10 +261,28 @@ class DeviceStager:
                     before=None if before is None else before.cuda_stream,
                     behind=[copy._native for copy in behind],
                 )
-            copy = DeviceCopy(native)
+            copy = DeviceCopy(native, self.device)
             # Neither side may go to somebody else meanwhile, whatever the caller does with its references.
             self._in_progress.append((copy, destination, source))
             return copy
+
+    def sweep(self) -> None:
+        """Let go of the memory of copies that are over. Never blocks; any thread may call it."""
+        if not self._lock.acquire(blocking=False):
+            return  # whoever holds it does the same
+        try:
+            if not self._closed:
+                self._forget()
+        except DeviceError:
+            pass  # nobody can tell any more what is over; the next copy raises
+        finally:
+            self._lock.release()
+
+    def _forget(self) -> None:
+        """The lock is held."""
+        while self._in_progress and self._in_progress[0][0].done():
+            self._in_progress.popleft()
+        _forget_orphans()
 
     def close(self, timeout: float = CLOSE_S) -> bool:
         """Take no more copies and wait for those in progress, at most ``timeout`` seconds. Idempotent.
@@ -343,7 +370,7 @@ def _move(
             tensor.record_stream(stream)  # type: ignore[arg-type]
     runtime = _native.cuda_runtime() if runtime is None else runtime
     try:
-        with _at(slot.device):
+        with at_device(slot.device):
             _call(_native.device_move, runtime, slot.device.index or 0, described, flats, gather, stream.cuda_stream)
     except ValueError as error:
         raise MisuseError(f"these tensors cannot be moved by the packing kernel: {error}") from error

@@ -216,7 +216,10 @@ class FeatureDataLoader(IterableDataset[Any]):
             MisuseError: (a ``ValueError``) a ref is for another algorithm, and stays in the queue; samples cannot be
                 joined, and are failed; with ``ack="step"``, as many samples as the store or a round holds were yielded
                 without a :meth:`step`; this is another process than the one that made the loader.
-            SchemaError: (a ``ValueError``) a ref breaks its schema; it and its stored sample are dropped for good.
+            SchemaError: (a ``ValueError``) a ref breaks its schema; its stored sample is dropped for good, and it
+                becomes a dead letter.
+            SampleNotFoundError: (a ``KeyError``) a sample is gone from the store; its ref becomes a dead letter. One of
+                another store is failed.
             StreamBrokenError: The producer of a streamed sample failed or died; says how far it got. The sample does
                 not come again.
             StreamLostError: A streamed sample cannot be read from its beginning any more. It does not come again.
@@ -407,9 +410,12 @@ class FeatureDataLoader(IterableDataset[Any]):
 
     def _refuse(self, lease: Lease, error: BaseException) -> None:
         """The sample could not be materialized."""
-        if isinstance(error, SchemaError):
-            self._drop_for_good(lease)
-        elif isinstance(error, (StreamBrokenError, StreamLostError)):
+        if isinstance(error, KeyError):
+            # A sample of another store may be found by another loader; one that is gone, by nobody.
+            for_good = lease.ref.store_uri == getattr(self._store, "store_uri", lease.ref.store_uri)
+        else:
+            for_good = isinstance(error, (SchemaError, StreamBrokenError, StreamLostError))
+        if for_good:
             self._drop_for_good(lease, error)
         else:
             self._give_back(lease, error)
@@ -459,7 +465,7 @@ class FeatureDataLoader(IterableDataset[Any]):
             with self._lock:
                 self._waiting.skip()
             if isinstance(error, SchemaError):
-                self._drop_for_good(lease)
+                self._drop_for_good(lease, error)
             else:
                 self._give_back(lease, error)
             raise
@@ -551,14 +557,11 @@ class FeatureDataLoader(IterableDataset[Any]):
                 ref.sample_id,
             )
 
-    def _drop_for_good(self, lease: Lease, error: BaseException | None = None) -> None:
+    def _drop_for_good(self, lease: Lease, error: BaseException) -> None:
         self._renewer.drop(lease)
         self._streamed.close(lease)
-        if error is None:
-            _compat.ack(self._queue, lease)
-        else:
-            _compat.fail_for_good(self._queue, lease, error)
-        if isinstance(error, StreamLostError):
+        _compat.fail_for_good(self._queue, lease, error)
+        if isinstance(error, (KeyError, StreamLostError)):
             return  # Nothing is left of it; or it is somebody else's now.
         try:
             self._store.discard(lease.ref)

@@ -125,6 +125,7 @@ class FeatureProducer:
             ref that will not be queued to :meth:`discard`.
 
         Raises:
+            MisuseError: (a ``ValueError``) the samples need attributes, and the store's ``put`` takes none.
             MemoryError: The store is full (and ``abort_when`` is not given or came true), or the sample can never fit.
             SchemaError: (a ``ValueError``) partial packing features, a batch without the supervision that is needed, or
                 features whose shapes and dtypes do not fit together.
@@ -215,6 +216,11 @@ class FeatureProducer:
         specs = {name: FeatureSpec.of(value) for name, value in features.items() if isinstance(value, Tensor)}
         self._schema.check_specs(specs)
         self._schema.check_attributes(features, attributes)
+        if attributes and not self._takes_attributes:
+            raise MisuseError(
+                f"{type(self._store).__name__}.put takes no attributes, and the draft side cannot read these samples "
+                f"without {sorted(attributes)}: use another store, or a backend with other supervision"
+            )
         if needs_vocabulary and self._vocabulary is not None and self._takes_attributes:
             attributes = {**attributes, VOCABULARY_ATTRIBUTE: self._vocabulary.digest}
         return version, attributes
@@ -229,7 +235,7 @@ class FeatureProducer:
             target_model_version=self._target_model_version,
             draft_weight_version=self._draft_weight_version,
             num_tokens=produced.num_tokens,
-            # Stores written to the documented contract alone take no attributes; plain samples need none.
+            # Stores written to the documented contract alone take none; _check has refused samples that need them.
             **({"attributes": produced.attributes} if produced.attributes else {}),
         )
         expected = {name: FeatureSpec.of(tensor) for name, tensor in produced.features.items()}
@@ -250,9 +256,12 @@ class FeatureProducer:
 
 def _algorithm_of(backend: object) -> FeatureAlgorithm:
     algorithm = getattr(backend, "algorithm", None)
-    if not isinstance(algorithm, FeatureAlgorithm):
-        raise MisuseError(
-            f"cannot tell which algorithm {type(backend).__name__} serves; pass algorithm=FeatureAlgorithm.EAGLE3 "
-            "or give the backend an `algorithm` attribute"
-        )
-    return algorithm
+    if isinstance(algorithm, FeatureAlgorithm):
+        return algorithm
+    # NeMo AutoModel's backends say it by their base class alone.
+    if any(base.__name__ == "Eagle3TargetBackend" for base in type(backend).__mro__):
+        return FeatureAlgorithm.EAGLE3
+    raise MisuseError(
+        f"cannot tell which algorithm {type(backend).__name__} serves; pass algorithm=FeatureAlgorithm.EAGLE3 "
+        "or give the backend an `algorithm` attribute"
+    )

@@ -92,7 +92,7 @@ def connect(
         MembershipError: a rank is taken, or another rank could not join.
         PeerTimeoutError: ranks are missing at the deadline; the message names them.
         LinkTimeoutError: a peer did not open its side of a link in time; the message names it.
-        VersionMismatchError: two ends run versions of torch or NCCL that cannot talk to each other.
+        VersionMismatchError: two ends run versions of this package, torch or NCCL that cannot talk to each other.
         ControlStoreError: the store cannot be reached, or does not answer.
     """
     config = StreamConfig() if config is None else config
@@ -198,7 +198,7 @@ class Stream:
         else:
             self._side = DraftSide(config, place.rank, place.num_targets, place.num_drafts, restart_timeout=restart)
         self._node = Node(client, shape, identity, timing, self._side)
-        self._memory = make_sample_memory(config, self.device) if place.role == "target" else None
+        self._memory = make_sample_memory(config, self.device, place.num_drafts) if place.role == "target" else None
         engine = TransferEngine(
             self.device, depth=config.depth, issue=config.issue, timeout=config.transfer_timeout, name="nccl-stream"
         )
@@ -242,7 +242,7 @@ class Stream:
         residency: Residency[OwnedBytes | OwnedPieces] = Residency(
             # A draft that lacks samples may always be given a round, whatever the others hold: see room_for().
             max_samples=None if config.max_samples is None else config.max_samples + window,
-            max_bytes=config.max_bytes + window * config.max_sample_bytes,
+            max_bytes=config.resident_cap(self._place.num_drafts),
             high_watermark_bytes=config.high_watermark,
             low_watermark_bytes=config.low_watermark,
             name="NcclFeatureStore",
@@ -472,7 +472,10 @@ class Stream:
         self._side.lost_reports.tell(callback)
 
     def dead_letters(self) -> list[Any]:
-        """Samples of this target whose retry budget is spent; empty on a draft."""
+        """Samples of this target that were failed for good or too often; empty on a draft.
+
+        Their memory was freed, so they cannot be redriven: produce them anew, under the same ids if you like.
+        """
         return self._side.dead_letters() if isinstance(self._side, TargetSide) else []
 
     def request_stop(self, reason: str = "asked to stop") -> None:

@@ -280,6 +280,9 @@ class Stager:
         copy_bytes(destination, source, threads=self._threads)
         return _DoneCopy()
 
+    def sweep(self) -> None:
+        """Nothing is ever in progress, and nothing kept."""
+
     def close(self, timeout: float = 0.0) -> bool:
         """Refuses further copies. Idempotent. Nothing can be in progress: always True."""
         self._is_closed = True

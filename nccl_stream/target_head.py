@@ -145,6 +145,7 @@ class TargetHead(nn.Module):
         cls,
         path: str | Path,
         *,
+        keys: Mapping[str, str] | None = None,
         device: torch.device | str = "cpu",
         dtype: torch.dtype | None = None,
         settings: HeadSettings | None = None,
@@ -155,15 +156,18 @@ class TargetHead(nn.Module):
         Args:
             path: folder with ``config.json`` and ``model.safetensors``, or the index of a sharded checkpoint; of the
                 shards only those are opened that hold a needed tensor.
+            keys: the checkpoint's names of ``weight``, ``bias``, ``norm_weight``, ``norm_bias``, of those that cannot
+                be found by their usual names.
             device: where the weights go.
             dtype: their dtype; default: as stored.
             settings: default: what ``config.json`` says.
             chunk_tokens: slots whose logits are computed at once.
 
         Raises:
-            ConfigError: (a ``ValueError``) no such checkpoint, or tensors that cannot be told apart by their names.
+            ConfigError: (a ``ValueError``) no such checkpoint, a damaged one, or tensors that cannot be told apart by
+                their names.
         """
-        found = read_head(Path(path), str(device))
+        found = read_head(Path(path), str(device), keys)
         tensors = {name: tensor.to(dtype) for name, tensor in found.tensors.items()} if dtype else found.tensors
         if settings is None:
             scale, softcap = logit_settings(found.config)

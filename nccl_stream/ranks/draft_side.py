@@ -621,24 +621,27 @@ class DraftSide(Side):
         return SamplesLostError(text, lost) if lost else PeerLostError(text)
 
     def clean_up(self) -> None:
-        """After the end: give back what is left over; the lock is held. Idempotent."""
+        """Take nothing more and give back what is left over; the lock is held. Idempotent.
+
+        Unless everybody hears of an agreed end, or nothing is left, this rank says so: its owners would offer what it
+        refuses again and again.
+        """
         if self._cleaned:
             return
         self._cleaned = True
         end = None if self.rounds is None else self.rounds.end
         self.intake.stop("this rank takes nothing more")
         self.leases.clear_pending(drop=end is not None and not end.error and not end.stopped)
+        if end is None and (self.rounds is not None or not self.intake.all_settled()):
+            self.tell_all(Leaving(self.cohort))
 
     def leave_rounds(self) -> None:
         """Take nothing more: hand back what is not leased and tell everybody. Idempotent."""
         with self.cond:
-            already = self._cleaned
             if self.rounds is not None:
                 self.rounds.leave()
             self.clean_up()
             self.cond.notify_all()
-        if not already:
-            self.tell_all(Leaving(self.cohort))
 
     def return_leases(self) -> None:
         """Hand back what is still leased; the rank is leaving."""

@@ -67,7 +67,7 @@ def reach_store(store: str | Store | None, timeout: float) -> Store:
                 f"no store answers at {store} within {timeout:.0f} s: start one there with "
                 f"'nccl-stream store {where}--port {port}' ({_first_line(exc)})"
             ) from exc
-    if not isinstance(store, Store):
+    if not all(callable(getattr(store, method, None)) for method in ("clone", "compare_set")):
         raise ConfigError(f"store must be None, 'tcp://host:port' or a TCPStore, got {type(store).__name__}")
     return store
 

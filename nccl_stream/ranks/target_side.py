@@ -329,6 +329,7 @@ class TargetSide(Side):
                 self._changed()
         self._run_tasks(documents)
         self.streams.tick()
+        self.store.memory.sweep()
         with self.cond:
             writes, deletes = self._journal.take_writes()
         documents.set_many(writes)
@@ -485,7 +486,7 @@ class TargetQueue:
             return self._side.delivery.books.resident - self._side.delivery.undelivered
 
     def dead_letters(self) -> list[DeadLetter]:
-        """Samples of this rank whose retry budget is spent."""
+        """Samples of this rank that were failed for good or too often; see :meth:`Stream.dead_letters`."""
         return self._side.dead_letters()
 
     def acquire(self, poll_interval: float = 0.05) -> Lease | None:

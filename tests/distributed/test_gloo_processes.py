@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from nccl_stream._version import __version__
 from nccl_stream.errors import LinkError, LinkTimeoutError
 from nccl_stream.refs import FeatureSpec
 from nccl_stream.testing.link_suite import WAIT_S, Recorder
@@ -386,7 +387,7 @@ def die_while_opening(store, rank, pipe):
 
 def store_versions():
     version = str(torch.__version__).split("+")[0]
-    return f'{{"device": "cpu", "torch": "{version}"}}'
+    return f'{{"device": "cpu", "nccl_stream": "{__version__}", "torch": "{version}"}}'
 
 
 def test_peer_that_dies_half_way_through_opening_is_an_error_within_the_deadline(ranks):

@@ -16,7 +16,7 @@ CONFIG = {"batch_size": BATCH, "accumulation": ACCUMULATION, "max_sample_bytes":
 
 
 def train(spec, journal):
-    """Pull batches, step after every second one; ``stall_at``: batch with which in hand to stop."""
+    """Pull batches, step after every second one; ``stall_at``: (batch, gate) wait with that one in hand."""
     with (
         join(spec, "draft", journal) as stream,
         FeatureDataLoader(stream.queue, stream.store, batch_size=BATCH, ack="step") as loader,
@@ -24,8 +24,8 @@ def train(spec, journal):
         for index, batch in enumerate(loader):
             numbers = check(batch, spec["width"])
             journal.say("got", numbers=numbers)
-            if index == spec.get("stall_at"):
-                wait_gate(spec, "never")
+            if index == spec.get("stall_at", (None, ""))[0]:
+                wait_gate(spec, spec["stall_at"][1])
             if index % ACCUMULATION == ACCUMULATION - 1:
                 step(loader, journal)
         step(loader, journal)
@@ -58,14 +58,16 @@ def test_samples_of_an_unfinished_step_come_again(tmp_path, end):
     samples = 40
     with Run(tmp_path, targets=1, drafts=2, deaths=True, config={**CONFIG, "end": end}, samples=samples) as run:
         target = run.target(0)
-        victim = run.start("d0", train, rank=0, stall_at=ACCUMULATION)  # the first batch of its second step
-        other = run.start("d1", train, rank=1)
+        # The first batch of its second step; however slow the victim is, the other one leaves it so many.
+        victim = run.start("d0", train, rank=0, stall_at=(ACCUMULATION, "never"))
+        other = run.start("d1", train, rank=1, stall_at=(2 * ACCUMULATION, "killed"))
         run.wait_for("the victim to be within a step", lambda: len(victim.said("got")) > ACCUMULATION)
         stepped = numbers(victim, "stepped")
         unfinished = set(numbers(victim, "got")) - set(stepped)
         assert len(stepped) == BATCH * ACCUMULATION
         assert len(unfinished) == BATCH
         victim.kill()
+        run.open_gate("killed")
         run.wait_ended(target, other)
         assert (target.error, other.error) == (None, None)
         books = other.books

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import threading
+import time
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from nccl_stream.staging import PinnedPool, crc32c
 from nccl_stream.stores.staged import make_sample_memory
 from nccl_stream.testing.nccl_double import connected_links
 from nccl_stream.testing.store_suite import make_sample
+from nccl_stream.transport.arena import Arena
 from nccl_stream.transport.layout import SMALL_BYTES, SlotLayout
 from nccl_stream.transport.link import HostBytes
 from tests.gpu.test_nccl_link import SHARES_A_GPU
@@ -127,6 +130,45 @@ def test_copies_run_beside_kernels(stager, pool):
     both_ms = min(elapsed_ms(lambda: both(times)) for _ in range(3))
     # One after the other they would take the sum.
     assert both_ms < 0.8 * (copy_ms + compute_ms), (copy_ms, compute_ms, both_ms)
+    slot.free()
+
+
+def test_graph_that_is_captured_meanwhile_is_not_disturbed(stager, pool):
+    """Threads of this package ask for copies, make stagers and reuse memory while the trainer captures a graph."""
+    slot = pool.reserve(256 * MIB)
+    source = torch.ones(256 * MIB, dtype=torch.uint8, device=GPU)
+    value = torch.ones(1000, device=GPU)
+    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream(GPU)
+    capturing, captured = threading.Event(), threading.Event()
+    errors = []
+    arena = Arena(1024, GPU)
+
+    def others():
+        try:
+            capturing.wait(WAIT_S)
+            while not captured.is_set():
+                copy = stager.copy(slot.buffer, source)
+                DeviceStager(GPU, streams=1).close()
+                used = arena.reserve(512, "s")
+                used.record_release(side)
+                used.settle()
+                copy.done()
+                copy.wait(WAIT_S)
+        except Exception as error:  # noqa: BLE001 - shown below, in the test's thread
+            errors.append(error)
+
+    asking = threading.Thread(target=others)
+    asking.start()
+    with torch.cuda.graph(graph):
+        capturing.set()
+        for _ in range(100):
+            value += 1
+            time.sleep(0.005)
+    captured.set()
+    asking.join(WAIT_S)
+    assert errors == []
+    graph.replay()
+    assert torch.equal(value.cpu(), torch.full((1000,), 101.0))
     slot.free()
 
 

@@ -288,6 +288,17 @@ def test_our_pipeline_runs_on_nemo_store_and_is_bit_equal_to_colocated(nemo_stor
     assert nemo_store.health().sample_count == 0
 
 
+def test_our_producer_runs_nemo_backend_without_being_told_its_algorithm():
+    queue = nccl_stream.SampleRefQueue(store := nccl_stream.LocalFeatureStore())
+    producer = nccl_stream.FeatureProducer(NemoTarget(), store, run_id="run")
+    with (
+        nccl_stream.AsyncFeaturePipeline(producer, queue, [prompt(1), packed_prompt([3, 5])]),
+        nccl_stream.FeatureDataLoader(queue, store) as loader,
+    ):
+        for batch, source in zip(loader, (prompt(1), packed_prompt([3, 5])), strict=True):
+            assert_same(batch, colocated(source))
+
+
 def test_batch_of_more_samples_than_nemo_store_holds_comes_with_those_it_holds():
     store = from_nemo_store(nemo.LocalFeatureStore(max_samples=4))
     queue = nccl_stream.SampleRefQueue(store)

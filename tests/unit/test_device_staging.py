@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import random
+import weakref
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -14,6 +18,7 @@ from nccl_stream import device_staging
 from nccl_stream.device_staging import DeviceStager, device_crc32c, device_pack, device_unpack
 from nccl_stream.errors import ClosedError, DeviceError, MisuseError
 from nccl_stream.staging import crc32c
+from nccl_stream.transport.arena import Arena
 
 native = pytest.importorskip("nccl_stream._native", reason="the compiled core is not installed")
 
@@ -120,8 +125,6 @@ def test_memory_of_a_copy_in_progress_stays_when_everybody_else_has_dropped_it()
             released.append(True)
 
     def start():
-        import numpy as np
-
         class Memory(np.ndarray):
             pass
 
@@ -238,6 +241,83 @@ def test_mode_of_captures_is_that_of_the_thread_and_comes_back(monkeypatch):
     with device_staging.beside_captures():
         assert modes == [device_staging.CAPTURE_THREAD_LOCAL]
     assert modes == [0]
+
+
+@pytest.fixture
+def where(monkeypatch):
+    """``(mode of captures, device)`` of the thread, as an imagined driver and torch have them."""
+    modes, devices = [0], [0]
+
+    def exchange(pointer):
+        pointer._obj.value, modes[0] = modes[0], pointer._obj.value
+        return 0
+
+    @contextlib.contextmanager
+    def at(device):
+        devices.append(device.index)
+        yield
+        devices.pop()
+
+    monkeypatch.setattr(device_staging, "_exchange_capture_mode", lambda: exchange)
+    monkeypatch.setattr(torch.cuda, "device", at)
+    return lambda: (modes[0], devices[-1])
+
+
+def test_threads_that_ask_and_wait_for_copies_do_so_on_their_device_and_beside_captures(where):
+    seen = []
+    question = SimpleNamespace(done=lambda: seen.append(where()) or True, wait=lambda _: seen.append(where()) or True)
+    copy = device_staging.DeviceCopy(question, torch.device("cuda", 3))
+    assert copy.done()
+    copy.wait(1.0)
+    copy.wait()
+    assert seen == [(device_staging.CAPTURE_THREAD_LOCAL, 3)] * 3
+    assert where() == (0, 0)
+
+
+def test_stagers_are_made_on_their_device_and_beside_captures(where, monkeypatch):
+    seen = []
+    doubles = SimpleNamespace(Stager=lambda *_: seen.append(where()), cuda_runtime=lambda: None)
+    monkeypatch.setattr(device_staging, "_native", doubles)
+    DeviceStager("cuda:2")
+    assert seen == [(device_staging.CAPTURE_THREAD_LOCAL, 2)]
+
+
+def test_arena_records_its_events_and_asks_for_them_on_its_device_and_beside_captures(where, monkeypatch):
+    seen = []
+    arena = Arena(512)
+    arena.device = torch.device("cuda", 1)
+    event = SimpleNamespace(record=lambda _: seen.append(where()), query=lambda: seen.append(where()) or False)
+    monkeypatch.setattr(arena, "_new_event", lambda: event)
+    slot = arena.reserve(256, "a")
+    slot.record_release(object())
+    slot.settle()
+    arena.reserve(256, "b")
+    assert seen == [(device_staging.CAPTURE_THREAD_LOCAL, 1)] * 2
+
+
+def test_sources_go_with_the_sweep_that_follows_the_end_of_their_copies():
+    runtime, stager = new_stager(steps_per_query=0)
+
+    class Memory(np.ndarray):
+        pass
+
+    memory = np.ones(64, dtype=np.uint8).view(Memory)
+    alive = weakref.ref(memory)
+    stager.copy(flat(64), torch.frombuffer(memory, dtype=torch.uint8))
+    del memory
+    stager.sweep()
+    gc.collect()
+    assert alive() is not None
+    finish(runtime)
+    runtime.fail("event_query", 1, 700)
+    stager.sweep()  # cannot tell
+    gc.collect()
+    assert alive() is not None
+    stager.sweep()
+    gc.collect()
+    assert alive() is None
+    assert stager.close()
+    stager.sweep()
 
 
 DTYPES = [

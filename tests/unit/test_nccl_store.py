@@ -22,6 +22,7 @@ from nccl_stream.stores.nccl import NcclFeatureStore
 from nccl_stream.stores.owned_pieces import OwnedPieces
 from nccl_stream.stores.residency import Residency
 from nccl_stream.stores.staged import OwnedBytes, SampleMemory
+from nccl_stream.testing.clock import FakeClock
 from nccl_stream.testing.store_suite import FeatureStoreConformance, StoreHarness, make_sample
 from nccl_stream.transport.arena import Arena
 
@@ -340,10 +341,12 @@ def test_sample_that_is_always_failed_becomes_a_dead_letter_with_its_reason(pair
 def test_late_ack_of_an_expired_lease_changes_nothing() -> None:
     target, draft, server = open_pair(StreamConfig(**{**vars(CONFIG), "lease": 0.3}))
     harness = StreamHarness(target, draft)
+    clock = draft._side.leases.table._clock = FakeClock()
     try:
         target.queue.put(harness.put("slow", make_sample()))
         old = draft.queue.acquire(20.0)
         assert old is not None
+        clock.advance(0.5)
         harness.eventually(lambda: draft.queue.pending_count() == 1, "the lease expired")
         new = draft.queue.acquire(20.0)
         assert new is not None
@@ -369,6 +372,23 @@ def test_each_side_refuses_what_belongs_to_the_other(pair: StreamHarness) -> Non
     with pytest.raises(MisuseError):
         pair.draft.queue.put(ref)
     pair.target.store.discard(ref)
+
+
+def test_draft_that_was_stopped_tells_its_targets_before_it_leaves() -> None:
+    """They would offer it what it refuses again and again."""
+    target, draft, server = open_pair(CONFIG)
+    harness = StreamHarness(target, draft)
+    with draft._side.cond:
+        draft._side.stop("enough")  # the word that went to the target is late
+    assert draft.queue.acquire(0.0) is None
+    assert draft.queue.is_drained
+    harness.eventually(lambda: target.queue.consumers_gone, "the target knows")
+    with pytest.raises(ClosedError, match="no draft rank is left"):
+        target.queue.put(harness.put("late", make_sample()))
+    assert target._side.books().redelivered == 0
+    draft.close()
+    target.close()
+    del server
 
 
 def test_everything_after_close_says_so() -> None:

@@ -6,6 +6,7 @@ import gc
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -19,10 +20,13 @@ from nccl_stream.errors import (
     PeerLostError,
     PeerTimeoutError,
     SampleNotFoundError,
+    SchemaError,
     SlotsHeldError,
     StreamBrokenError,
     StreamLostError,
 )
+from nccl_stream.loader import FeatureDataLoader
+from nccl_stream.testing.clock import FakeClock
 from nccl_stream.testing.store_suite import make_sample
 from nccl_stream.testing.stream_suite import PIECE, StreamHarness, cut, make_whole, next_piece, write
 from tests.unit.test_nccl_store import MIB, open_pair, target_store
@@ -47,6 +51,8 @@ SHORT = StreamConfig(
 @pytest.fixture
 def harness() -> Iterator[Any]:
     target, draft, _server = open_pair(SHORT)
+    # Leases run out when a test lets time go on, not because the machine was busy.
+    draft._side.leases.table._clock = FakeClock()
     yield PairHarness(target, draft)
     draft.close()
     target.close()
@@ -63,11 +69,21 @@ def eventually(condition: Any, what: str) -> None:
 def test_reader_keeps_its_lease_while_it_waits_and_loses_it_when_it_sleeps(harness: Any) -> None:
     whole = make_whole(2 * PIECE)
     writer, reader = harness.begin("s")
-    late = threading.Timer(1.5, lambda: writer.append(cut(whole, 0, PIECE)))  # more than two leases later
-    late.start()
-    next_piece(reader).release()
     table = harness.draft._side.leases.table
+    clock = table._clock
+
+    def append_late() -> None:
+        for _ in range(4):  # two of these without a renewal would end the lease
+            clock.advance(0.6 * SHORT.lease)
+            eventually(lambda: table.next_deadline() >= clock.now + SHORT.lease, "the lease is renewed")
+        writer.append(cut(whole, 0, PIECE))
+
+    with ThreadPoolExecutor(1) as pool:
+        late = pool.submit(append_late)
+        next_piece(reader).release()
+        late.result(60)
     assert table.counts.expired == 0
+    clock.advance(1.1 * SHORT.lease)
     eventually(lambda: table.counts.expired == 1, "nobody reads on: the lease runs out")
     with pytest.raises(StreamLostError, match="lease"):
         reader.next(timeout=30.0)
@@ -157,6 +173,21 @@ def test_failed_for_good_is_a_dead_letter_whatever_the_budget(harness: Any) -> N
     ref = harness.send("whole", make_sample())
     harness.draft.queue.fail(harness.leases.pop(ref.sample_id), reason="nobody can read it", final=True)
     eventually(lambda: len(harness.target.dead_letters()) == 1, "it does not come again")
+    again = harness.send("whole", make_sample())  # but it may be produced anew
+    assert harness.draft.queue.ack_many([harness.leases.pop(again.sample_id)]) == 1
+
+
+def test_sample_that_breaks_its_schema_is_a_dead_letter_and_not_acked(harness: Any) -> None:
+    sample = make_sample()
+    del sample["logits"]
+    harness.target.queue.put(harness.put("bad", sample))
+    with pytest.raises(SchemaError):
+        next(FeatureDataLoader(harness.draft.queue, harness.draft.store))
+    eventually(lambda: len(harness.target.dead_letters()) == 1, "it is dead")
+    (letter,) = harness.target.dead_letters()
+    assert "SchemaError" in letter.reason
+    books = harness.target._side.books()
+    assert (books.acked, books.dead, books.resident) == (0, 1, 0)
 
 
 def test_target_that_leaves_fails_what_is_still_open(harness: Any) -> None:

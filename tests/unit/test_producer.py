@@ -6,6 +6,7 @@ import torch
 from nccl_stream.errors import CapacityError, MisuseError, SchemaError, SpecMismatchError
 from nccl_stream.producer import FeatureProducer
 from nccl_stream.refs import FeatureAlgorithm, FeatureSpec
+from nccl_stream.schema import FRAME_ATTRIBUTE, NORM_ATTRIBUTE
 from nccl_stream.stores.local import LocalFeatureStore
 from nccl_stream.target import Eagle3TargetBatch
 from tests.unit.pipeline_support import (
@@ -78,6 +79,16 @@ def test_ids_count_from_one_or_come_from_the_factory_or_the_call(store):
     assert producer.produce(*prompt(1)).sample_id == "sample-run-3"
     made = producer_for(store, sample_id_factory=lambda n: f"made-{n}")
     assert made.produce(*prompt(1)).sample_id == "made-1"
+
+
+def test_backend_of_nemo_automodel_is_known_by_its_base_class(store):
+    base = type("Eagle3TargetBackend", (), {})  # theirs is no relative of ours, and says nothing more
+
+    class Theirs(base):
+        def generate_batch(self, **prompt):
+            return FakeTarget().generate_batch(**prompt)
+
+    assert FeatureProducer(Theirs(), store, run_id="run").produce(*prompt(1)).algorithm is FeatureAlgorithm.EAGLE3
 
 
 def test_unknown_backend_is_refused_unless_the_algorithm_is_given(store):
@@ -177,6 +188,59 @@ def test_producer_says_whether_a_prompt_would_train_anything(store, position, wo
     mask = torch.zeros(1, SEQ, dtype=torch.long)
     mask[0, position] = 1
     assert producer_for(store).is_worth_a_forward(mask) is worth
+
+
+class DocumentedStore(LocalFeatureStore):
+    """Written to the documented contract alone."""
+
+    def put(
+        self,
+        sample_id,
+        tensors,
+        run_id,
+        algorithm=FeatureAlgorithm.EAGLE3,
+        schema_version=1,
+        target_model_version="0",
+        draft_weight_version="0",
+        num_tokens=0,
+    ):
+        return super().put(
+            sample_id,
+            tensors,
+            run_id,
+            algorithm,
+            schema_version,
+            target_model_version,
+            draft_weight_version,
+            num_tokens,
+        )
+
+
+class StatesTarget(FakeTarget):
+    """Returns last hidden states instead of logits."""
+
+    def generate_batch(self, input_ids, attention_mask, loss_mask):
+        features = super().generate_batch(input_ids, attention_mask, loss_mask).features()
+        del features["logits"]
+        batch = Eagle3TargetBatch(**features, last_hidden_states=torch.zeros(1, SEQ, HIDDEN))
+        batch.attributes = {NORM_ATTRIBUTE: "post", FRAME_ATTRIBUTE: "shifted"}
+        return batch
+
+
+def test_store_that_takes_no_attributes_is_named_where_a_sample_needs_them(store):
+    documented = DocumentedStore()
+    assert producer_for(documented).produce(*prompt(1)).num_tokens == SEQ
+    producer = producer_for(documented, StatesTarget())
+    with pytest.raises(MisuseError, match=r"DocumentedStore.*attributes.*last_hidden_states\.frame"):
+        producer.produce(*prompt(1))
+    assert documented.health().sample_count == 1
+    assert producer_for(store, StatesTarget()).produce(*prompt(1)).attributes[FRAME_ATTRIBUTE] == "shifted"
+
+
+def test_digest_of_the_vocabulary_is_left_out_where_a_store_takes_no_attributes():
+    producer = producer_for(DocumentedStore(), ProbabilityTarget())
+    producer.set_vocab_mapping(torch.arange(4), torch.arange(VOCAB) < 4)
+    assert not producer.produce(*prompt(1)).attributes
 
 
 def test_full_store_raises_and_keeps_nothing_when_not_asked_to_wait():
