@@ -251,7 +251,7 @@ def run_streamed(arguments: argparse.Namespace, target: Target, dataset: Windows
     with nccl_stream.connect(num_targets=arguments.num_targets, run_id=arguments.run_id, config=config) as stream:
         if stream.role == "target":
             producer = nccl_stream.FeatureProducer(
-                target.backend(arguments.supervision), stream.store, run_id=stream.run_id
+                target.backend(arguments.supervision), stream.store, run_id=stream.run_id, donate=True
             )
             shard = stream.prompts(dataset, epochs=1, seed=arguments.seed)
             with nccl_stream.AsyncFeaturePipeline(producer, stream.queue, shard) as pipeline:
