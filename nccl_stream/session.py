@@ -460,16 +460,16 @@ class Stream:
             return read_statistics(None, self._side)
 
     def on_lost(self, callback: Callable[[tuple[str, ...]], None]) -> None:
-        """Call ``callback`` with the ids of samples that are lost, to be produced again, on a thread of the package.
+        """Call ``callback`` with the ids of samples that are lost, to be produced again.
+
+        It is called on a thread of its own, where it may block: to produce them there and then, for example. One call
+        follows another. :meth:`close` waits a few seconds for the calls that are due.
 
         On a draft rank: those that died with their owner, before this call too. On a target rank: its streamed samples
         that broke off, or whose reader died, stopped or failed after it had given pieces back, and that were not
         retained.
         """
-        if isinstance(self._side, DraftSide):
-            self._side.estates.report_to(callback)
-        else:
-            self._side.streams.on_lost = callback
+        self._side.lost_reports.tell(callback)
 
     def dead_letters(self) -> list[Any]:
         """Samples of this target that were failed for good or too often; empty on a draft.
@@ -578,6 +578,7 @@ class Stream:
             left += self._side.close_janitor(1.0)
         left += self._node.close(CLOSE_S)
         self.store.close()
+        left += self._side.lost_reports.close(CLOSE_S)  # a callback that waits for the stream has an answer by now
         if self._memory is not None and not self._memory.close(CLOSE_S):
             left.append("copies to or from the GPU")
         if left:

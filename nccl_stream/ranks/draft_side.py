@@ -110,7 +110,13 @@ class DraftSide(Side):
         """Second half of construction: the parts that need this one."""
         self.node, self.links, self.store, self.arena = node, links, store, arena
         self.estates = Estates(
-            self.cond, node, self.intake, later=self._later, on_read=self._changed, clock=self._clock
+            self.cond,
+            node,
+            self.intake,
+            later=self._later,
+            on_read=self._changed,
+            report=self.lost_reports.report,
+            clock=self._clock,
         )
         self.leases = DraftLeases(
             self.intake,

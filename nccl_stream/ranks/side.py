@@ -14,6 +14,7 @@ from nccl_stream.coordination.messages import Message
 from nccl_stream.coordination.node import Node
 from nccl_stream.errors import NcclStreamError, WireFormatError
 from nccl_stream.ranks.links import Links
+from nccl_stream.ranks.lost_reports import LostReports
 from nccl_stream.stores.nccl import NcclFeatureStore
 
 __all__ = ["Side", "take_due"]
@@ -44,6 +45,7 @@ class Side:
     def __init__(self, config: StreamConfig, *, restart_timeout: float, clock: Callable[[], float]) -> None:
         self.config = config
         self.cond = threading.Condition()
+        self.lost_reports = LostReports()
         self._restart_timeout = restart_timeout
         self._clock = clock
         self._stop_reason = ""

@@ -378,6 +378,7 @@ class TargetSide(Side):
                 self.wait(0.5)
 
     def log_leftovers(self) -> None:
+        self.streams.report_lost()  # what the steward has not seen any more
         with self.cond:
             put, letters, stayed = (
                 self.delivery.books.put,

@@ -220,13 +220,20 @@ def draft(spec, journal):
 
     ``max_steps``: leave after so many samples; ``hold``: keep so many tensors alive and look at them again before
     dropping them; ``raise_at``: fail with that sample in hand; ``stall_at``: (count, gate) wait with a lease in hand;
-    ``linger``: gate to wait for before leaving; ``handle_signals``: stop on SIGTERM, for which there is a handler.
+    ``linger``: gate to wait for before leaving; ``handle_signals``: stop on SIGTERM, for which there is a handler;
+    ``on_lost_gate``: gate for which the callback waits.
     """
     with join(spec, "draft", journal) as stream:
         if "handle_signals" in spec:
             signal.signal(signal.SIGTERM, lambda number, frame: journal.say("earlier handler", number=number))
             stream.handle_signals()
-        stream.on_lost(lambda ids: journal.say("lost", ids=list(ids)))
+
+        def lost(ids):
+            journal.say("lost", ids=list(ids))
+            if "on_lost_gate" in spec:
+                wait_gate(spec, spec["on_lost_gate"])
+
+        stream.on_lost(lost)
         consume(spec, journal, stream)
         journal.say("drained")
         if "linger" in spec:

@@ -107,3 +107,22 @@ def test_loss_raises_at_once_when_asked(tmp_path):
             assert taker.error is not None
             assert taker.error["type"] == "SamplesLostError"
             assert len(taker.got) == len(takers[0].got)
+
+
+def test_callback_that_blocks_holds_up_nothing(tmp_path):
+    """It is told what died with a target and takes its time; the draft stays a member and goes on with the others."""
+    with Run(tmp_path, targets=2, drafts=1, deaths=True, config={**LARGE}, samples=40, width=WIDTH) as run:
+        victim, survivor = run.target(0, gate_at=(39, "never")), run.target(1, gate_at=(30, "blocked"))
+        taker = run.draft(0, pace=0.02, stall_at=(9, "killed"), on_lost_gate="enough")
+        busy(run, [taker], victim, step=9)
+        victim.kill()
+        run.open_gate("killed")
+        run.wait_for("the callback to block", lambda: taker.lost)
+        run.open_gate("blocked")
+        run.wait_ended(survivor)
+        run.wait_for("the draft to end", lambda: taker.said("books") or not taker.alive)
+        run.open_gate("enough")
+        run.wait_ended(taker)
+        assert [worker.error for worker in (survivor, taker)] == [None, None]
+        assert own(1, 2, 40) <= set(taker.acked)
+        assert taker.books["balanced"]

@@ -158,6 +158,7 @@ def test_loop_that_stops_early_loses_the_sample_and_returns_its_memory(world):
                 break
     del batch
     world.books(put=1, lost=1)
+    world.close()  # every report has been made by then
     assert world.lost == ["a"]
     world.threads[0].join(WAIT_S)
     assert [type(error) for error in world.errors] == [StreamLostError]

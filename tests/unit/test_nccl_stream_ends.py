@@ -135,6 +135,40 @@ def test_lost_stream_is_reported_to_its_target_and_may_be_produced_again(harness
     assert harness.target._side.books().lost == 1
 
 
+def test_lost_stream_can_be_produced_anew_by_the_callback_itself(harness: Any) -> None:
+    """It waits for the reader of what it produces; meanwhile this rank stays a member and serves its drafts."""
+    whole = make_whole(3 * PIECE)
+    produced, lost = threading.Event(), []
+
+    def produce_anew(ids: tuple[str, ...]) -> None:
+        lost.append(ids)
+        if len(lost) == 1:
+            writer = harness.open(ids[0], window=1)
+            harness.target.queue.put(writer.ref)
+            write(writer, whole, 3 * PIECE)
+            produced.set()
+
+    harness.target.on_lost(produce_anew)
+    writer, reader = harness.begin("s")
+    writer.append(cut(whole, 0, PIECE))
+    next_piece(reader).release()
+    reader.close()
+    harness.draft.queue.fail(harness.leases.pop("s"), reason="no use for it", final=True)
+    lease = harness.draft.queue.acquire(30.0)
+    assert lease is not None, "it does not come again"
+    reader = harness.draft.store.open_reader(lease.ref)
+    for index in range(3):
+        piece = reader.next(timeout=30.0)
+        assert piece is not None
+        assert torch.equal(piece.tensors["input_ids"], cut(whole, index * PIECE, (index + 1) * PIECE)["input_ids"])
+        piece.release()
+    assert produced.wait(30.0)
+    reader.release()
+    harness.draft.queue.ack(lease)
+    assert lost == [("s",)]
+    harness.target._side.raise_if_fatal()
+
+
 def test_failed_for_good_is_a_dead_letter_whatever_the_budget(harness: Any) -> None:
     ref = harness.send("whole", make_sample())
     harness.draft.queue.fail(harness.leases.pop(ref.sample_id), reason="nobody can read it", final=True)
