@@ -30,6 +30,7 @@ from nccl_stream.errors import (
     LinkTimeoutError,
     MisuseError,
     PeerLostError,
+    PeerTimeoutError,
 )
 from nccl_stream.prompts import shard_prompts
 from nccl_stream.ranks.cohort import form_cohort
@@ -270,13 +271,11 @@ class Stream:
             label=f"{self.role} rank {self.role_rank}",
             timeout=self.config.connect_timeout,
         )
-        self._node.wait_complete(deadline)
+        self._node.wait_complete(deadline, is_served=self._side.is_served)
         if isinstance(self._side, DraftSide) and self.config.end != "ragged":
             cohort, members = form_cohort(self._node, self.role_rank, self._place.num_drafts, deadline)
             self._side.start_rounds(cohort, members)
             self._group_key = cohort
-        else:
-            self._group_key = "-".join(member.inc for member in self._node.alive(self.role))
         self._wait_for_links(deadline)
 
     def _wait_for_links(self, deadline: float) -> None:
@@ -313,12 +312,14 @@ class Stream:
 
         Raises:
             ConfigError: the process's default group does not contain the ranks of this role.
+            PeerTimeoutError: ranks of this role that are gone did not come back within ``connect_timeout``.
         """
         self._check_open("process_group")
         if self._group is not None:
             return self._group  # type: ignore[no-any-return]
         timeout = timedelta(seconds=self.config.connect_timeout)
         if not dist.is_initialized():
+            self._group_key = self._group_key or self._wait_for_role()
             prefix = f"{self._node.prefix}/group/{self.role}/{self._group_key}"
             dist.init_process_group(
                 backend or ("nccl" if self.device.type == "cuda" else "gloo"),
@@ -346,6 +347,21 @@ class Stream:
                 f"this role nor all of the run"
             )
         return self._group  # type: ignore[no-any-return]
+
+    def _wait_for_role(self) -> str:
+        """Block until every rank of this role is there; returns what tells their group from an earlier one."""
+        deadline = time.monotonic() + self.config.connect_timeout
+        while len(members := self._node.alive(self.role)) < self.role_world_size:
+            self._side.raise_if_fatal()
+            if time.monotonic() > deadline:
+                ranks = set(range(self.role_world_size)) - {member.rank for member in members}
+                raise PeerTimeoutError(
+                    f"process_group() needs every {self.role} rank, and {sorted(ranks)[:16]} did not come back within "
+                    f"{self.config.connect_timeout:.0f} s"
+                )
+            with self._side.cond:
+                self._side.cond.wait(0.05)
+        return "-".join(member.inc for member in members)
 
     def prompts(self, dataset: Any, epochs: int = 1, seed: int = 0) -> Iterator[PromptBatch]:
         """This target's share of a map-style dataset, for ``AsyncFeaturePipeline``.

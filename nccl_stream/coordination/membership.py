@@ -308,7 +308,8 @@ class Membership:
                 f"{self.identity.role} rank {self.identity.rank} disagrees with run {self.shape.run_id!r} on "
                 f"{'; '.join(differences)}. Pass the same values on every rank."
             )
-            self._root.set(f"e/{document['epoch']}/refused", {"reason": message[:2000]})
+            who = {"role": self.identity.role, "rank": self.identity.rank}
+            self._root.set(f"e/{document['epoch']}/refused", {"reason": message[:2000], **who})
             raise ConfigError(message)
 
     def _take_slot(self, deadline: float) -> bool:
@@ -331,6 +332,9 @@ class Membership:
             self._set(f"before/{self.inc}", current)
         if not self.documents.compare_set(key, current, mine):
             return False
+        refused, who = self._get("refused"), (self.identity.role, self.identity.rank)
+        if type(refused) is dict and (refused.get("role"), refused.get("rank")) == who:
+            self.documents.delete("refused")  # it was this rank that had been mistyped
         self.touch_roster()
         return True
 

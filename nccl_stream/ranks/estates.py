@@ -209,6 +209,7 @@ class Estates:
             document = None
         with self._lock:
             lost = self._obituaries.read(owner, document)
+        logger.info("%s: the books of %s are closed", self._node.inc, owner)
         if lost:
             self._report_lost(owner, lost)  # before the stream may end for it
         with self._lock:

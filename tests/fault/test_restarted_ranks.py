@@ -31,7 +31,7 @@ def kill_noticed(run, victim, *observers):
     run.wait_for(f"the death of {victim.name} to be noticed", lambda: is_noticed(victim, *observers))
 
 
-@pytest.mark.parametrize("comes_back", [True])
+@pytest.mark.parametrize("comes_back", [True, False])
 def test_samples_of_a_target_that_dies_while_no_draft_is_up_are_reported(tmp_path, comes_back):
     with Run(tmp_path, targets=2, drafts=2, deaths=True, config=NARROW, samples=40) as run:
         (survivor, victim), takers = run.start_all(draft={"pace": 0.02})
@@ -54,3 +54,103 @@ def test_samples_of_a_target_that_dies_while_no_draft_is_up_are_reported(tmp_pat
         assert books["balanced"]
         assert books["resident"] == 0
         assert books["lost"] == len(lost)
+
+
+def test_samples_that_a_draft_holds_of_a_dead_target_are_reported_when_it_dies_too(tmp_path):
+    """The books of the target are closed before: what the draft held then is lost with the draft."""
+    with Run(tmp_path, targets=2, drafts=2, deaths=True, config=NARROW, samples=40) as run:
+        (survivor, victim), takers = run.start_all(draft={"stall_at": (5, "never")})
+        for taker in takers:
+            run.wait_got(taker, 6)
+        victim.kill()
+        run.wait_for(
+            "the books of the target to be closed",
+            lambda: all("the books of t1-" in taker.log.read_text() for taker in takers),
+        )
+        closed = lost_of(takers[0])
+        for taker in takers:
+            kill_noticed(run, taker, survivor)
+        put = {entry["number"] for entry in victim.said("put")}
+        again = [run.draft(rank, life=1) for rank in range(2)]
+        run.wait_ended(survivor, *again)
+        assert [worker.error for worker in (survivor, *again)] == [None] * 3
+        acked = {number for worker in (*takers, *again) for number in worker.acked}
+        lost = lost_of(again[0])
+        assert lost_of(again[1]) == lost, "not every draft was told"
+        assert not lost & closed, "an id was reported twice"
+        assert put - acked <= lost | closed, "samples are in nobody's books"
+        assert lost, "the drafts held nothing: this tests nothing"
+        books = again[0].books
+        assert books["balanced"]
+        assert books["resident"] == 0
+        assert books["lost"] == len(lost | closed)
+
+
+def lost_of(worker):
+    return {int(sample_id[1:]) for sample_id in worker.lost}
+
+
+@pytest.mark.parametrize("end", ["left", "killed"])
+def test_restarted_draft_joins_though_a_target_is_gone(tmp_path, end):
+    with Run(tmp_path, targets=2, drafts=1, deaths=True, config=NARROW, samples=30) as run:
+        gone = run.target(0, samples=3)
+        stays = run.target(1, gate_at=(20, "news"))
+        taker = run.draft(0, pace=0.05)
+        if end == "left":
+            run.wait_ended(gone)
+            assert gone.error is None
+        else:
+            run.wait_got(taker, 5)
+            kill_noticed(run, gone, taker)
+        kill_noticed(run, taker, stays)
+        again = run.draft(0, life=1)
+        run.wait_for("the restarted draft to connect", lambda: again.said("connected") or not again.alive)
+        run.open_gate("news")
+        run.wait_ended(stays, again)
+        assert [worker.error for worker in (stays, again)] == [None] * 2
+        acked = {number for worker in (taker, again) for number in worker.acked}
+        assert {2 * index + 1 for index in range(30)} <= acked
+        books = again.books
+        assert books["balanced"]
+        assert books["resident"] == 0
+        assert books["put"] == 33, "the books are not those of the whole run"
+
+
+@pytest.mark.parametrize("end", ["left", "killed"])
+def test_restarted_target_joins_though_a_draft_is_gone(tmp_path, end):
+    config = {**NARROW, "draft_restart_timeout": 1.0}
+    with Run(tmp_path, targets=2, drafts=2, deaths=True, config=config, samples=30) as run:
+        stays = run.target(0, gate_at=(20, "news"))
+        victim = run.target(1, gate_at=(10, "never"))
+        gone = run.draft(0, **({"max_steps": 5} if end == "left" else {}))
+        taker = run.draft(1)
+        if end == "left":
+            run.wait_ended(gone)
+            assert gone.error is None
+        else:
+            run.wait_got(gone, 5)
+            kill_noticed(run, gone, stays)
+        kill_noticed(run, victim, stays, taker)
+        again = run.target(1, life=1)
+        run.wait_for("the restarted target to connect", lambda: again.said("connected") or not again.alive)
+        run.open_gate("news")
+        run.wait_ended(stays, again, taker)
+        assert [worker.error for worker in (stays, again, taker)] == [None] * 3
+        acked = {number for worker in (gone, taker) for number in worker.acked}
+        assert {2 * index + 1 for index in range(30)} <= acked, "samples of the new life are missing"
+        assert taker.books["balanced"]
+        assert taker.books["resident"] == 0
+
+
+def test_mistyped_restart_spoils_nothing_for_the_next(tmp_path):
+    with Run(tmp_path, targets=1, drafts=1, deaths=True, config=NARROW, samples=30) as run:
+        owner, taker = run.target(0), run.draft(0, pace=0.02)
+        run.wait_got(taker, 5)
+        kill_noticed(run, taker, owner)
+        odd = run.draft(0, life=1, config={"chunk_bytes": 4096})
+        run.wait_ended(odd)
+        assert odd.error["type"] == "ConfigError"
+        again = run.draft(0, life=2)
+        run.wait_ended(owner, again)
+        assert [worker.error for worker in (owner, again)] == [None] * 2
+        assert set(taker.acked) | set(again.acked) == set(range(30))
