@@ -26,6 +26,11 @@ def is_noticed(victim, *observers):
     )
 
 
+def is_waiting(worker):
+    """Whether it has come, and waits for others to leave."""
+    return worker.log.exists() and "waits for" in worker.log.read_text()
+
+
 def kill_noticed(run, victim, *observers):
     victim.kill()
     run.wait_for(f"the death of {victim.name} to be noticed", lambda: is_noticed(victim, *observers))
@@ -154,3 +159,41 @@ def test_mistyped_restart_spoils_nothing_for_the_next(tmp_path):
         run.wait_ended(owner, again)
         assert [worker.error for worker in (owner, again)] == [None] * 2
         assert set(taker.acked) | set(again.acked) == set(range(30))
+
+
+def test_rank_that_comes_back_to_a_launch_waits_for_the_others(tmp_path):
+    """One script, two stages under one run id: the first one to be done with the first stage ends it for nobody."""
+    config = {"end": "ragged"}
+    with Run(tmp_path, targets=1, drafts=2, config=config, samples=30, one_launch=True) as run:
+        owner = run.target(0, gate_at=(20, "second stage"))
+        early, late = run.draft(0, max_steps=5), run.draft(1)
+        run.wait_ended(early)
+        assert early.error is None
+        again = run.draft(0, life=1)
+        run.wait_for("it to wait for the others", lambda: is_waiting(again) or not late.alive)
+        run.open_gate("second stage")
+        run.wait_ended(owner, late)
+        assert [worker.error for worker in (owner, late)] == [None] * 2
+        assert set(early.acked) | set(late.acked) == set(range(30))
+        others = [run.target(0, life=1), run.draft(1, life=1)]
+        run.wait_ended(*others, again)
+        assert [worker.error for worker in (*others, again)] == [None] * 3
+        assert set(others[1].acked) | set(again.acked) == set(range(30))
+        assert again.books["put"] == 30, "the books are those of the first stage"
+
+
+def test_next_life_waits_for_drafts_that_still_use_the_last_one(tmp_path):
+    """Two launches: the targets have left, and a draft evaluates what it got."""
+    with Run(tmp_path, targets=1, drafts=2, config={"end": "ragged"}, samples=20) as run:
+        owner = run.target(0)
+        quick, slow = run.draft(0), run.draft(1, linger="evaluated")
+        run.wait_ended(owner, quick)
+        again = [run.target(0, life=1), run.draft(0, life=1)]
+        run.wait_for("it to wait for the draft", lambda: is_waiting(again[0]) or not slow.alive)
+        run.open_gate("evaluated")
+        run.wait_ended(slow)
+        assert slow.error is None
+        again.append(run.draft(1, life=1))
+        run.wait_ended(*again)
+        assert [worker.error for worker in (owner, quick, *again)] == [None] * 5
+        assert set(again[1].acked) | set(again[2].acked) == set(range(20))

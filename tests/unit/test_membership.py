@@ -86,13 +86,59 @@ def test_epoch_in_which_nobody_lives_is_not_believed(raw):
     assert set(newcomer.read_roster()) == {newcomer.inc}
 
 
-def test_epoch_that_is_over_is_followed_by_another_at_once(raw):
+def test_epoch_that_is_over_and_left_by_all_is_followed_by_another_at_once(raw):
+    first = member(raw, "target", 0)
+    first.join()
+    first.bury(first.inc, "left", "")
+    first.declare_over()
+    second = member(raw, "target", 0, clock=lambda: 0.0)  # however long it would take to see that nobody lives
+    second.join()
+    assert second.epoch != first.epoch
+
+
+def test_epoch_that_is_over_is_not_followed_by_another_while_somebody_is_in_it(raw):
+    first, other = member(raw, "target", 0), member(raw, "draft", 0)
+    first.join()
+    with beating(raw, first):
+        other.join()
+    first.bury(first.inc, "left", "")
+    first.declare_over()
+    second = member(raw, "target", 0)
+    joining = threading.Thread(target=second.join)
+    with beating(raw, other):
+        joining.start()
+        joining.join(2 * TIMING.death_s)  # longer than it takes to see that nobody lives
+        assert joining.is_alive()
+        assert ControlStore(raw, first.shape.root, timeout=10.0).get("epoch")["epoch"] == first.epoch
+        with pytest.raises(MembershipError, match=r"last life is over, and draft rank 0 \(host pid 7\) did not"):
+            member(raw, "target", 0, connect_s=1.5).join()
+    joining.join(30)
+    assert second.epoch not in ("", first.epoch)
+
+
+def test_rank_that_comes_while_the_last_ones_leave_gives_its_slot_back(raw):
+    founder, old = member(raw, "target", 0), member(raw, "draft", 0)
+    founder.join()
+    with beating(raw, founder):
+        old.join()
+        late = member(raw, "draft", 0)
+        joining = threading.Thread(target=late.join)
+        joining.start()  # waits for the old one to be dead
+        while late.epoch == "" and joining.is_alive():
+            joining.join(0.01)
+    founder.bury(founder.inc, "left", "")
+    founder.declare_over()
+    joining.join(30)
+    assert late.epoch not in ("", founder.epoch)
+    assert late.inc not in founder.read_roster()
+
+
+def test_epoch_that_is_over_is_followed_by_another_when_the_rest_of_it_is_dead(raw):
     first = member(raw, "target", 0)
     first.join()
     first.declare_over()
-    with beating(raw, first):  # even one that still beats
-        second = member(raw, "target", 0)
-        second.join()
+    second = member(raw, "target", 0)
+    second.join()
     assert second.epoch != first.epoch
 
 
