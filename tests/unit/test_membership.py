@@ -249,6 +249,55 @@ def test_disagreement_is_refused_by_name_and_written_down(raw, kwargs, name):
     assert name in founder.refusal()
 
 
+def test_refusal_is_taken_back_by_the_rank_that_comes_with_the_right_values(raw):
+    founder = member(raw, "target", 0)
+    founder.join()
+    with beating(raw, founder):
+        with pytest.raises(ConfigError):
+            member(raw, "draft", 0, num_drafts=3).join()
+        member(raw, "draft", 1).join()
+        assert "num_drafts" in founder.refusal(), "another rank has nothing to do with it"
+        member(raw, "draft", 0).join()
+    assert founder.refusal() is None
+
+
+def test_predecessors_are_known_to_who_never_saw_them_and_end_at_one_that_is_known(raw):
+    founder = member(raw, "target", 0)
+    founder.join()
+    lives = []
+    with beating(raw, founder):
+        for kind in ("died", "left", "failed"):
+            lives.append(member(raw, "draft", 0))
+            lives[-1].join()
+            founder.bury(lives[-1].inc, kind, "")
+        lives.append(member(raw, "draft", 0))
+        lives[-1].join()
+    last = founder.read_roster()[lives[-1].inc]
+    found = founder.predecessors(last, ())
+    assert [(one.inc, one.gone.kind) for one in found] == [
+        (lives[0].inc, "died"), (lives[1].inc, "left"), (lives[2].inc, "failed"),
+    ]  # fmt: skip
+    assert [one.inc for one in founder.predecessors(last, {lives[1].inc})] == [lives[2].inc]
+
+
+@pytest.mark.parametrize("value", [7, {"inc": "x"}, "a circle", "a stranger"])
+def test_damaged_predecessor_hides_only_those_before(raw, value):
+    founder, old = member(raw, "target", 0), member(raw, "draft", 0)
+    founder.join()
+    with beating(raw, founder):
+        old.join()
+        founder.bury(old.inc, "died", "")
+        new = member(raw, "draft", 0)
+        new.join()
+    documents = founder.documents
+    if value == "a circle":
+        value = documents.get("slot/draft/0")
+    elif value == "a stranger":
+        value = {**documents.get("slot/draft/0"), "inc": "d0-stranger"}
+    documents.set(f"before/{old.inc}", value)
+    assert [one.inc for one in founder.predecessors(founder.read_roster()[new.inc], ())] == [old.inc]
+
+
 @pytest.mark.parametrize("document", [7, {"epoch": "e"}, {"epoch": "../x", "minter": "m", "num_targets": 1}])
 def test_damaged_epoch_document_is_refused(raw, document):
     ControlStore(raw, "nccl_stream/run/0", timeout=10.0).set("epoch", document)
