@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
@@ -28,6 +29,7 @@ from nccl_stream.errors import (
     ControlStoreError,
     LinkTimeoutError,
     MisuseError,
+    NcclStreamError,
     PeerLostError,
     PeerTimeoutError,
 )
@@ -174,6 +176,7 @@ class Stream:
         self._closed = False
         self._statistics_lock = threading.Lock()
         self._documents: ControlStore | None = None
+        self._last_statistics: StreamStatistics | None = None
         self._group: Any = None
         self._owns_default_group = False
         self._group_key = ""
@@ -459,21 +462,44 @@ class Stream:
         return self._engine.pump()
 
     def statistics(self) -> StreamStatistics:
-        """Books and rates of the whole run as of the last heartbeats, and this rank's own. Changes nothing."""
+        """Books and rates of the whole run as of the last heartbeats, and this rank's own. Changes nothing.
 
-        def read() -> StreamStatistics:
-            # One client for all calls: see read_statistics. It serves one caller at a time.
-            with self._statistics_lock:
-                if self._documents is None and self._node is not None:
-                    self._documents = self._node.documents()
-                return read_statistics(self._node, self._side, self._documents)
+        What other ranks did since their last heartbeat is not in it: a draft that wants the final books waits for the
+        targets first, with :meth:`wait_ended`. After :meth:`close` the store is asked as before; when it is gone, the
+        answer is what it said as this rank left, or only this rank's own books if it was gone by then.
 
+        Raises:
+            ControlStoreError: the store does not answer, and the stream is not closed.
+        """
         try:
-            return _bounded(read, STATISTICS_TIMEOUT_S, "reading the statistics")
+            found = self._read_statistics(STATISTICS_TIMEOUT_S)
         except ControlStoreError:
             if not self._closed:
                 raise
-            return read_statistics(None, self._side)
+            if self._last_statistics is None:
+                return read_statistics(None, self._side)
+            return replace(self._last_statistics, local=self._side.status())
+        if self._closed:
+            self._last_statistics = found
+        return found
+
+    def _read_statistics(self, timeout: float) -> StreamStatistics:
+        def read() -> StreamStatistics:
+            # One client for all calls: see read_statistics. It serves one caller at a time.
+            with self._statistics_lock:
+                if self._documents is None:
+                    self._documents = self._node.documents()
+                return read_statistics(self._node, self._side, self._documents)
+
+        return _bounded(read, timeout, "reading the statistics")
+
+    def _keep_statistics(self) -> None:
+        """This rank leaves, and the store may be gone when somebody asks for its books."""
+        try:
+            self._side.raise_if_fatal()
+            self._last_statistics = self._read_statistics(CLOSE_S)
+        except NcclStreamError as exc:
+            logger.debug("%s: leaves without a last look at the books: %s", self._node.inc, exc)
 
     def on_lost(self, callback: Callable[[tuple[str, ...]], None]) -> None:
         """Call ``callback`` with the ids of samples that are lost, to be produced again.
@@ -578,6 +604,7 @@ class Stream:
         if exc is None and self._place.hosts_store:
             # Without torchrun's agent the first rank keeps the store: it goes last.
             self._node.wait_alone(self.config.death_timeout)
+        self._keep_statistics()
         self._shut_down()
 
     def _shut_down(self) -> None:
