@@ -19,7 +19,8 @@ import time
 from pathlib import Path
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch.distributed", "nccl_stream", "tests.distributed.workers"])
+# The last one is what DDP imports as it is made, for seconds.
+CONTEXT.set_forkserver_preload(["torch.distributed", "nccl_stream", "tests.distributed.workers", "torch._dynamo"])
 
 PATIENCE = 90.0  # seconds that a test waits for what must come, on however busy a machine
 
