@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -66,6 +66,10 @@ class FeatureProducer:
         target_model_version: Mirrored onto every ref.
         draft_weight_version: Mirrored onto every ref.
         sample_id_factory: Makes the id of the n-th sample, counted from 1; default ``sample-{run_id}-{n}``.
+        donate: Let the store keep the backend's own tensors, if it takes them: on a GPU the next forward then runs
+            beside the copy of the last one's output instead of behind it. Only for a backend whose tensors nobody
+            writes again; those of a graph that is replayed, or of a buffer that it keeps, are not like that. Tensors
+            of the prompt are copied all the same.
 
     Raises:
         MisuseError: (a ``ValueError``) an empty ``run_id``, or a backend whose algorithm is unknown.
@@ -80,6 +84,8 @@ class FeatureProducer:
         target_model_version: str = "0",
         draft_weight_version: str = "0",
         sample_id_factory: Callable[[int], str] | None = None,
+        *,
+        donate: bool = False,
     ) -> None:
         if not isinstance(run_id, str) or not run_id:
             raise MisuseError(f"run_id must be a non-empty str, got {run_id!r}")
@@ -94,6 +100,7 @@ class FeatureProducer:
         self._sample_seq = 0
         self._vocabulary: DraftVocabulary | None = None
         self._takes_attributes = _compat.accepts_keyword(store.put, "attributes")
+        self._donate = donate and _compat.accepts_keyword(store.put, "donate")
 
     def produce(
         self,
@@ -187,6 +194,8 @@ class FeatureProducer:
         with torch.no_grad():
             batch = self._target.generate_batch(**prompt)
         features, attributes = self._features_of(batch)
+        if self._donate:
+            features = _apart(features, prompt.values())
         version, attributes = self._check(features, attributes)
         if sample_id is None:
             self._sample_seq += 1
@@ -226,6 +235,10 @@ class FeatureProducer:
         return version, attributes
 
     def _publish(self, produced: _Produced) -> SampleRef:
+        # Stores written to the documented contract alone take neither; _check has refused samples that need attributes.
+        optional: dict[str, Any] = {"attributes": produced.attributes} if produced.attributes else {}
+        if self._donate:
+            optional["donate"] = True
         ref = self._store.put(
             produced.sample_id,
             produced.features,
@@ -235,8 +248,7 @@ class FeatureProducer:
             target_model_version=self._target_model_version,
             draft_weight_version=self._draft_weight_version,
             num_tokens=produced.num_tokens,
-            # Stores written to the documented contract alone take none; _check has refused samples that need them.
-            **({"attributes": produced.attributes} if produced.attributes else {}),
+            **optional,
         )
         expected = {name: FeatureSpec.of(tensor) for name, tensor in produced.features.items()}
         if dict(ref.feature_specs) != expected:
@@ -252,6 +264,15 @@ class FeatureProducer:
             time.sleep(ROOM_CHECK_S)
         else:
             wait_for_room(nbytes, ROOM_CHECK_S)
+
+
+def _apart(features: Mapping[str, Tensor], prompt: Iterable[Tensor]) -> dict[str, Tensor]:
+    """The features, as copies where they share memory with the prompt, which is its owner's to write."""
+    owned = {tensor.untyped_storage().data_ptr() for tensor in prompt}
+    return {
+        name: tensor.clone() if tensor.untyped_storage().data_ptr() in owned else tensor
+        for name, tensor in features.items()
+    }
 
 
 def _algorithm_of(backend: object) -> FeatureAlgorithm:

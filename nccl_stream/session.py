@@ -31,6 +31,7 @@ from nccl_stream.errors import (
     MisuseError,
     NcclStreamError,
     PeerLostError,
+    PeerTimeoutError,
 )
 from nccl_stream.prompts import shard_prompts
 from nccl_stream.ranks.cohort import form_cohort
@@ -280,13 +281,11 @@ class Stream:
             timeout=self.config.connect_timeout,
             max_bytes=self.config.max_shared_bytes,
         )
-        self._node.wait_complete(deadline)
+        self._node.wait_complete(deadline, is_served=self._side.is_served)
         if isinstance(self._side, DraftSide) and self.config.end != "ragged":
             cohort, members = form_cohort(self._node, self.role_rank, self._place.num_drafts, deadline)
             self._side.start_rounds(cohort, members)
             self._group_key = cohort
-        else:
-            self._group_key = "-".join(member.inc for member in self._node.alive(self.role))
         self._wait_for_links(deadline)
 
     def _wait_for_links(self, deadline: float) -> None:
@@ -325,20 +324,37 @@ class Stream:
         Raises:
             ConfigError: the process's default group does not contain the ranks of this role, or the group that there
                 is has another backend.
+            PeerTimeoutError: ranks of this role that are gone did not come back within ``connect_timeout``.
         """
         self._check_open("process_group")
         if self._group is not None:
             check_backend(self._group, backend, self.device.type)
             return self._group  # type: ignore[no-any-return]
-        prefix = f"{self._node.prefix}/group/{self.role}/{self._group_key}"
+
+        def make_store() -> Store:
+            self._group_key = self._group_key or self._wait_for_role()
+            prefix = f"{self._node.prefix}/group/{self.role}/{self._group_key}"
+            return PrefixStore(prefix, clone_store(self._client))
+
         self._group, self._owns_default_group = make_role_group(
-            self._place,
-            lambda: PrefixStore(prefix, clone_store(self._client)),
-            self.device.type,
-            backend,
-            timeout,
+            self._place, make_store, self.device.type, backend, timeout
         )
         return self._group  # type: ignore[no-any-return]
+
+    def _wait_for_role(self) -> str:
+        """Block until every rank of this role is there; returns what tells their group from an earlier one."""
+        deadline = time.monotonic() + self.config.connect_timeout
+        while len(members := self._node.alive(self.role)) < self.role_world_size:
+            self._side.raise_if_fatal()
+            if time.monotonic() > deadline:
+                ranks = set(range(self.role_world_size)) - {member.rank for member in members}
+                raise PeerTimeoutError(
+                    f"process_group() needs every {self.role} rank, and {sorted(ranks)[:16]} did not come back within "
+                    f"{self.config.connect_timeout:.0f} s"
+                )
+            with self._side.cond:
+                self._side.cond.wait(0.05)
+        return "-".join(member.inc for member in members)
 
     def prompts(self, dataset: Any, epochs: int = 1, seed: int = 0) -> Iterator[PromptBatch]:
         """This target's share of a map-style dataset, for ``AsyncFeaturePipeline``.

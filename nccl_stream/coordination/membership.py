@@ -7,6 +7,7 @@ earlier life left behind never does.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 import uuid
@@ -206,19 +207,35 @@ class Membership:
         """
         deadline = self._clock() + self._timing.connect_s
         why = "the store held no epoch"
+        waits_for = ""
         while self._clock() < deadline:
             document = self._root.get("epoch")
-            if document is None or self._is_over(document):
+            if document is None:
                 if self._found(document):
                     return
                 continue
             epoch = self._check_epoch(document)
-            alive = self._looks_alive(epoch, deadline)
+            over, slots = self._is_over(document), self._slots_of(document)
+            there = self._still_there(epoch, slots) if over else []
+            if over and not there:
+                if self._found(document):
+                    return
+                continue
+            if over:
+                # Those who are still in it would be cut off by a new epoch.
+                names = ", ".join(there[:8])
+                if waits_for != names:
+                    waits_for = names
+                    logger.info("%s: waits for %s to leave the last run of this id", self.inc, names)
+            why = f"its last life is over, and {waits_for} did not leave" if over else f"epoch {epoch} looked dead"
+            alive = self._looks_alive(epoch, slots, deadline)
             if not alive:
-                why = f"epoch {epoch} shows no living member"
                 # Looking for too short a time proves nothing, and a new epoch would end the run of those who live.
                 if alive is not None and self._found(document):
                     return
+                continue
+            if over:
+                self._sleep(_POLL_S)
                 continue
             self._check_config(document)
             self.epoch = epoch
@@ -264,7 +281,24 @@ class Membership:
     def _is_over(self, document: Any) -> bool:
         return self._root.get(f"e/{self._check_epoch(document)}/over") is not None
 
-    def _looks_alive(self, epoch: str, deadline: float) -> bool | None:
+    def _slots_of(self, document: dict[str, Any]) -> list[tuple[str, int]]:
+        """The slots of an epoch, which may be that of a run of another size."""
+        counts = [document["num_targets"], document["num_drafts"]]
+        if any(type(count) is not int or not 0 < count <= 65536 for count in counts):
+            return self.shape.slots()
+        return replace(self.shape, num_targets=counts[0], num_drafts=counts[1]).slots()
+
+    def _still_there(self, epoch: str, slots: list[tuple[str, int]]) -> list[str]:
+        """Members of an epoch that have no tombstone, as people know them."""
+        there: list[str] = []
+        for role, rank in slots:
+            with contextlib.suppress(WireFormatError):  # what is damaged holds nobody up
+                holder = _parse_member(self._root.get(f"e/{epoch}/slot/{role}/{rank}") or {"inc": ""}, role, rank)
+                if holder is not None and self._root.get(f"e/{epoch}/gone/{holder.inc}") == {"kind": ""}:
+                    there.append(holder.label)
+        return there
+
+    def _looks_alive(self, epoch: str, slots: list[tuple[str, int]], deadline: float) -> bool | None:
         """Whether some member's heartbeat advances while we look; None: no time left to tell.
 
         Looks as long as anybody must before it declares a death: a run that only stands still is not dead.
@@ -278,7 +312,7 @@ class Membership:
             looked_at = now
             if now >= min(deadline, full):
                 return False if full <= deadline else None
-            for role, rank in self.shape.slots():
+            for role, rank in slots:
                 slot = self._root.get(f"e/{epoch}/slot/{role}/{rank}")
                 if type(slot) is not dict or not slot.get("inc"):
                     continue
@@ -288,7 +322,7 @@ class Membership:
                 if slot["inc"] in first and first[slot["inc"]] != status:
                     return True
                 first.setdefault(slot["inc"], status)
-            if self._root.get(f"e/{epoch}/over") is not None:
+            if self._root.get(f"e/{epoch}/over") is not None and not self._still_there(epoch, slots):
                 return False
             self._sleep(_POLL_S)
 
@@ -314,7 +348,8 @@ class Membership:
                 f"{self.identity.role} rank {self.identity.rank} disagrees with run {self.shape.run_id!r} on "
                 f"{'; '.join(differences)}. Pass the same values on every rank."
             )
-            self._root.set(f"e/{document['epoch']}/refused", {"reason": message[:2000]})
+            who = {"role": self.identity.role, "rank": self.identity.rank}
+            self._root.set(f"e/{document['epoch']}/refused", {"reason": message[:2000], **who})
             raise ConfigError(message)
 
     def _take_slot(self, deadline: float) -> bool:
@@ -337,6 +372,12 @@ class Membership:
             self._set(f"before/{self.inc}", current)
         if not self.documents.compare_set(key, current, mine):
             return False
+        if current is not None and self._get("over") is not None:
+            self.documents.compare_set(key, mine, current)  # the last ones left while this one came
+            return False
+        refused, who = self._get("refused"), (self.identity.role, self.identity.rank)
+        if type(refused) is dict and (refused.get("role"), refused.get("rank")) == who:
+            self.documents.delete("refused")  # it was this rank that had been mistyped
         self.touch_roster()
         return True
 

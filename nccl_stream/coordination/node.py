@@ -149,8 +149,11 @@ class Node:
             self._threads.append(thread)
             thread.start()
 
-    def wait_complete(self, deadline: float) -> None:
+    def wait_complete(self, deadline: float, *, is_served: Callable[[], bool] = lambda: True) -> None:
         """Block until every slot has a living member, and the handler has been told of all of them.
+
+        A run that was complete once goes on without those who have gone since, if ``is_served`` says that enough are
+        left for this process.
 
         Raises:
             PeerTimeoutError: names the ranks that are missing at ``deadline`` (monotonic seconds).
@@ -162,16 +165,23 @@ class Node:
                 self.raise_if_fatal()
                 # Only whom the handler knows: it would miss what it has to wait for next.
                 known = {*self._introduced, self.inc}
-                alive = {(m.role, m.rank) for m in self._members.values() if m.gone is None and m.inc in known}
+                members = [m for m in self._members.values() if m.inc in known]
                 failed = [m for m in self._members.values() if m.gone is not None and m.gone.kind == "failed"]
+            alive = {(m.role, m.rank) for m in members if m.gone is None}
             if failed and self.shape.one_launch:
                 raise MembershipError(f"the run cannot be formed: {failed[0].label} failed: {failed[0].gone}")
             missing = [slot for slot in self.shape.slots() if slot not in alive]
             if not missing:
+                documents.set("formed", True)
                 return
-            refused = documents.get("refused")
-            if type(refused) is dict and type(refused.get("reason")) is str:
-                raise MembershipError(f"the run cannot be formed: {refused['reason'][:2000]}")
+            if documents.get("formed") is True:
+                # One launch goes down as a whole when a rank dies.
+                kinds = ("left",) if self.shape.one_launch else ("left", "died", "failed")
+                gone = {(m.role, m.rank) for m in members if m.gone is not None and m.gone.kind in kinds}
+                if gone.issuperset(missing) and is_served():
+                    return
+            else:
+                self._raise_if_refused(documents)
             if self._clock() > deadline:
                 names = ", ".join(f"{role} rank {rank}" for role, rank in missing[:16])
                 raise PeerTimeoutError(
@@ -182,6 +192,12 @@ class Node:
                 self._hurry_roster = True
                 self._notify()
             self._stop.wait(0.05)
+
+    @staticmethod
+    def _raise_if_refused(documents: ControlStore) -> None:
+        refused = documents.get("refused")
+        if type(refused) is dict and type(refused.get("reason")) is str:
+            raise MembershipError(f"the run cannot be formed: {refused['reason'][:2000]}")
 
     def raise_if_fatal(self) -> None:
         """Raise the error that ended this node, if one did."""

@@ -97,6 +97,7 @@ class DraftSide(Side):
         self.waited_s = 0.0
         self.template: SampleRef | None = None
         self._targets: dict[int, str] = {}
+        self._deserted = False
         self._restarts: dict[str, float] = {}
         self._ended_drafts: dict[str, float] = {}
         self._early_haves: list[tuple[str, Have]] = []
@@ -269,6 +270,7 @@ class DraftSide(Side):
             self._targets[member.rank] = member.inc
             if linked:
                 self.intake.owner_joined(member.inc, member.rank)
+            self._deserted = self._deserted and not self._serving()
         if linked:
             self.links.add(member)
 
@@ -276,6 +278,7 @@ class DraftSide(Side):
         with self.cond:
             if member.role == "target":
                 self._targets.setdefault(member.rank, member.inc)
+                self._note_desertion(member)
             else:
                 self._draft_ended(member.inc, member.rank)
             self.estates.missed(member)
@@ -287,6 +290,7 @@ class DraftSide(Side):
             with self.cond:
                 self.intake.owner_gone(member.inc, kind)
                 self.estates.owner_gone(member)
+                self._note_desertion(member)
             self.links.remove(member.inc)
         with self.cond:
             if member.role == "draft":
@@ -298,6 +302,22 @@ class DraftSide(Side):
                     self._restarts[member.inc] = self._clock() + self._restart_timeout
                 self.rounds.member_gone(member.inc, awaited=awaited)
             self._changed()
+
+    def _note_desertion(self, target: Member) -> None:
+        """Whether nobody serves this rank any more because a target died: when the last one leaves, all is well."""
+        died = target.gone is not None and target.gone.kind != "left"
+        self._deserted = self._deserted or (died and not self._serving())
+
+    def _serving(self) -> bool:
+        """Whether a living target may have samples for this rank.
+
+        With padding, a rank that nobody serves any more takes part in the rounds of the others.
+        """
+        return bool(self.node.alive("target") if self.config.end == "pad" else self.intake.serving_owners())
+
+    def is_served(self) -> bool:
+        with self.cond:
+            return self._serving()
 
     def _draft_ended(self, what: str, rank: int) -> None:
         """No owner is idle before it says that it knows this; an owner that never knew the draft says nothing."""
@@ -506,9 +526,7 @@ class DraftSide(Side):
         if failed:
             return f"{FAILED_PREFIX}{failed}"
         loss = self.estates.loss()
-        # With padding, a rank that nobody serves any more takes part in the rounds of the others.
-        serving = self.node.alive("target") if self.config.end == "pad" else self.intake.serving_owners()
-        nobody_left = self._all_targets_known() and not serving and self.intake.drained()
+        nobody_left = self._deserted and self._all_targets_known() and not self._serving() and self.intake.drained()
         return loss if nobody_left or self.config.on_loss == "raise" else ""
 
     # -- leases --------------------------------------------------------------------------------------------------------

@@ -182,12 +182,16 @@ class Estates:
 
     def _left_open(self, documents: ControlStore, draft: str) -> list[str]:
         """Ids that a draft which is gone held of dead owners."""
-        gone = [member.inc for member in self._node.members() if member.role == "target" and member.gone is not None]
+        dead = [
+            member.inc
+            for member in self._node.members()
+            if member.role == "target" and member.gone is not None and member.gone.kind != "left"
+        ]
         try:
             status = documents.get(f"status/{draft}")
         except WireFormatError:
             status = None
-        return [sample_id for ids in left_open(documents, draft, status, gone).values() for sample_id in ids]
+        return [sample_id for ids in left_open(documents, draft, status, dead).values() for sample_id in ids]
 
     def _journal_of(self, documents: ControlStore, owner: str) -> JournalReading:
         if self._is_draft(owner):
@@ -202,6 +206,7 @@ class Estates:
             document = None
         with self._lock:
             lost = self._obituaries.read(owner, document)
+        logger.info("%s: the books of %s are closed", self._node.inc, owner)
         if lost:
             self._report_lost(owner, lost)
         with self._lock:

@@ -52,6 +52,10 @@ class Side:
         self._fatal: NcclStreamError | None = None
         self._tasks: list[Callable[[ControlStore], None]] = []
 
+    def is_served(self) -> bool:
+        """Whether somebody of the other role is there that this process can work with."""
+        raise NotImplementedError
+
     def _changed(self) -> None:
         """Do what follows from a change, and wake who waits for one; the lock is held."""
         self.cond.notify_all()

@@ -268,6 +268,9 @@ class TargetSide(Side):
             self.delivery.draft_joined(member.inc, member.rank)
         self.links.add(member)
 
+    def is_served(self) -> bool:
+        return any(draft.rank in self._linked for draft in self.node.alive("draft"))
+
     def on_missed(self, member: Member) -> None:
         if member.role != "draft" or member.rank not in self._linked:
             return

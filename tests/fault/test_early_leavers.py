@@ -42,9 +42,7 @@ def test_targets_end_when_every_draft_has_left(tmp_path):
     with Run(tmp_path, targets=2, drafts=2, config={"end": "drop"}, samples=100) as run:
         owners, takers = run.start_all(target={"pace": 0.02, "gate_at": (50, "left")}, draft={"max_steps": 6})
         run.wait_ended(*takers)
-        run.wait_for(
-            "the targets to know", lambda: all(owner.log.read_text().count(" is gone: ") == 2 for owner in owners)
-        )
+        run.wait_drafts_gone(*owners)
         run.open_gate("left")
         run.wait_ended(*owners)
         assert [worker.error for worker in (*owners, *takers)] == [None] * 4

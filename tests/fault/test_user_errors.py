@@ -30,9 +30,7 @@ def test_drafts_that_all_fail_end_the_targets(tmp_path):
     with Run(tmp_path, targets=2, drafts=2, config={"end": "drop"}, samples=100) as run:
         owners, takers = run.start_all(target={"pace": 0.02, "gate_at": (50, "failed")}, draft={"raise_at": 5})
         run.wait_ended(*takers)
-        run.wait_for(
-            "the targets to know", lambda: all(owner.log.read_text().count(" is gone: ") == 2 for owner in owners)
-        )
+        run.wait_drafts_gone(*owners)
         run.open_gate("failed")
         run.wait_ended(*owners)
         for taker in takers:

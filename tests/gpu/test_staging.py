@@ -312,6 +312,29 @@ def test_memory_of_a_sample_that_is_still_read_is_written_behind_the_reads(crowd
     assert memory.close(WAIT_S)
 
 
+def test_next_forward_does_not_wait_for_the_copy_of_donated_features():
+    """Otherwise it does, as it may overwrite them: what is measured is there to be measured."""
+    config = StreamConfig(staging="pinned", max_bytes=600 * MIB, max_sample_bytes=512 * MIB)
+    memory = make_sample_memory(config, GPU)
+    tensor = torch.ones(512 * MIB, dtype=torch.uint8, device=GPU)
+    layout = SlotLayout.from_specs({"x": FeatureSpec.of(tensor)}, chunk_bytes=CHUNK)
+    small = torch.zeros(1, device=GPU)
+
+    def put_and_go_on(donate):
+        owned = memory.store("s", layout, {"x": tensor}, donate=donate)
+        small.add_(1)  # the next forward
+        return owned
+
+    times = {}
+    for donate in (False, True, False, True):  # the first round warms up
+        kept = []
+        times[donate] = elapsed_ms(lambda donate=donate, kept=kept: kept.append(put_and_go_on(donate)))
+        kept[0].features()
+        memory.free(kept.pop())
+    assert times[True] < 0.5 * times[False], times
+    assert memory.close(WAIT_S)
+
+
 def test_sample_on_the_host_goes_out_through_chunks_of_the_device():
     """The link is NCCL's double on this GPU: one device is enough."""
     config = StreamConfig(staging="pinned", max_bytes=128 * MIB, max_sample_bytes=32 * MIB, chunk_bytes=CHUNK)

@@ -192,6 +192,46 @@ def test_incomplete_run_names_who_is_missing():
         assert node.close(5.0) == []
 
 
+class Seat(Node):
+    """A node of a run of one target and two drafts."""
+
+    def __init__(self, raw, role, rank, *, one_launch=False):
+        self.heard = Handler()
+        identity = Identity(role, rank, "h", 1, "cpu", {})
+        super().__init__(raw.clone(), RunShape("run", "0", 1, 2, one_launch), identity, CALM, self.heard)
+        self.join()
+
+
+@pytest.mark.parametrize(("one_launch", "kind"), [(False, "died"), (False, "left"), (True, "left")])
+def test_run_that_was_complete_goes_on_without_who_is_gone(one_launch, kind):
+    raw = tcp_store("127.0.0.1", 0, serve=True, timeout=10.0)
+    first = [Seat(raw, role, rank, one_launch=one_launch) for role, rank in (("target", 0), ("draft", 0))]
+    gone = Seat(raw, "draft", 1, one_launch=one_launch)
+    for node in (gone, first[0]):
+        node.wait_complete(time.monotonic() + PATIENCE)
+    gone.leave(kind, "")
+    with pytest.raises(PeerTimeoutError, match="draft rank 1"):
+        first[1].wait_complete(time.monotonic() + 0.3, is_served=lambda: False)
+    first[1].wait_complete(time.monotonic() + PATIENCE)
+    for node in (*first, gone):
+        assert node.close(5.0) == []
+
+
+def test_newcomer_is_told_who_was_gone_before_it_after_those_who_are_there():
+    raw = tcp_store("127.0.0.1", 0, serve=True, timeout=10.0)
+    target, lives = Seat(raw, "target", 0), []
+    for _ in range(3):
+        lives.append(Seat(raw, "draft", 0))
+        lives[-1].leave("failed", "")
+    newcomer = Seat(raw, "draft", 1)
+    newcomer.heard.wait_for(lambda: len(newcomer.heard.missed) == 3)
+    assert [member.inc for member in newcomer.heard.missed] == [each.inc for each in lives]
+    assert [member.inc for member in newcomer.heard.joined] == [target.inc]
+    assert newcomer.heard.gone == []
+    for node in (target, newcomer, *lives):
+        assert node.close(5.0) == []
+
+
 class Slow(Handler):
     """Takes its time over a newcomer."""
 

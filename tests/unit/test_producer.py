@@ -20,6 +20,7 @@ from tests.unit.pipeline_support import (
     sample_bytes,
     wait_until,
 )
+from tests.unit.test_nccl_store import target_store
 
 
 @pytest.fixture
@@ -374,3 +375,36 @@ def test_input_embeddings_are_the_backends(store):
     assert producer.get_input_embeddings() is target.embedding
     producer.close()
     producer.close()
+
+
+class LargeTarget(FakeTarget):
+    """Features that are large enough to be sent from where they lie; one of them is the prompt's own memory."""
+
+    def generate_batch(self, input_ids, attention_mask, loss_mask):
+        self.made = torch.ones(1, input_ids.shape[1], 3)
+        return {
+            "aux_hidden_states": self.made,
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "loss_mask": loss_mask,
+            "logits": torch.ones(1, input_ids.shape[1], 4),
+        }
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_donated_features_are_the_backends_own_except_for_the_prompts(donate):
+    target, ids = LargeTarget(), torch.zeros(1, 1 << 17, dtype=torch.int64)
+    expected = ids.clone()
+    with target_store() as store:
+        producer = producer_for(store, target, donate=donate)
+        ref = producer.produce(input_ids=ids, attention_mask=torch.ones_like(ids), loss_mask=torch.ones_like(ids))
+        ids.fill_(7)
+        target.made[0, 0, 0] = 5.0
+        found, _ = store.get(ref)
+        assert torch.equal(found["input_ids"], expected)
+        assert float(found["aux_hidden_states"][0, 0, 0]) == (5.0 if donate else 1.0)
+
+
+def test_store_that_takes_no_donations_is_not_offered_any(store):
+    ref = producer_for(store, donate=True).produce(*prompt(3))
+    assert store.get(ref)[0]["logits"].shape == (1, SEQ, VOCAB)
