@@ -119,7 +119,9 @@ class Estates:
             return
         of_estate = self._obituaries.outcome(delivery.owner, "lost" if outcome == "returned" else outcome)
         if of_estate and outcome == "returned":
-            self._later(lambda: self._report_lost(delivery.owner, (delivery.sample_id,)))
+            lost = (delivery.sample_id,)
+            self._report(lost)  # not through the janitor, which may be ending
+            self._later(lambda: self._log_lost(delivery.owner, lost))
 
     # -- the books in the store; the lock is not held ------------------------------------------------------------------
 
@@ -208,13 +210,13 @@ class Estates:
             lost = self._obituaries.read(owner, document)
         logger.info("%s: the books of %s are closed", self._node.inc, owner)
         if lost:
-            self._report_lost(owner, lost)
+            self._log_lost(owner, lost)
+            self._report(lost)
         with self._lock:
             self._on_read()
 
-    def _report_lost(self, owner: str, lost: tuple[str, ...]) -> None:
+    def _log_lost(self, owner: str, lost: tuple[str, ...]) -> None:
         logger.error("%s: %d samples died with %s: %s", self._node.inc, len(lost), owner, ", ".join(lost[:10]))
-        self._report(lost)
 
     # -- looking in --------------------------------------------------------------------------------------------------
 
