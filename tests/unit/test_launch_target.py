@@ -12,8 +12,8 @@ transformers = pytest.importorskip("transformers")
 LAUNCH = Path(__file__).parents[2] / "launch"
 sys.path.insert(0, str(LAUNCH))
 
-from _target import Target
-from _text import ByteTokenizer
+from _target import Target  # noqa: E402
+from _text import ByteTokenizer  # noqa: E402
 
 
 def model(num_layers: int) -> transformers.LlamaForCausalLM:
