@@ -178,15 +178,19 @@ def draft(spec, journal):
 
     ``max_steps``: leave after so many samples; ``hold``: keep so many tensors alive and look at them again before
     dropping them; ``raise_at``: fail with that sample in hand; ``stall_at``: (count, gate) wait with a lease in hand;
-    ``linger``: gate to wait for before leaving; ``handle_signals``: stop on SIGTERM, for which there is a handler.
+    ``linger``: gate to wait for before leaving; ``handle_signals``: stop on SIGTERM, for which there is a handler;
+    ``asks_late``: ask what was lost only after the end.
     """
     with join(spec, "draft", journal) as stream:
         if "handle_signals" in spec:
             signal.signal(signal.SIGTERM, lambda number, frame: journal.say("earlier handler", number=number))
             stream.handle_signals()
-        stream.on_lost(lambda ids: journal.say("lost", ids=list(ids)))
+        if not spec.get("asks_late"):
+            stream.on_lost(lambda ids: journal.say("lost", ids=list(ids)))
         consume(spec, journal, stream)
         journal.say("drained")
+        if spec.get("asks_late"):
+            stream.on_lost(lambda ids: journal.say("lost", ids=list(ids)))
         if "linger" in spec:
             wait_gate(spec, spec["linger"])
         if spec.get("books", True) and "max_steps" not in spec:
