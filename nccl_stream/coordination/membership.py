@@ -114,6 +114,10 @@ class Member:
         return f"{self.role} rank {self.rank} ({self.host} pid {self.pid})"
 
 
+def _inc_prefix(role: str, rank: int) -> str:
+    return f"{role[0]}{rank}-"
+
+
 def _parse_member(value: Any, role: str, rank: int) -> Member | None:
     """The member in a slot document; None for an empty slot."""
     if isinstance(value, WireFormatError):
@@ -131,6 +135,7 @@ def _parse_member(value: Any, role: str, rank: int) -> Member | None:
         raise WireFormatError(f"roster slot {role}/{rank} has bad versions")
     if (
         [value["role"], value["rank"]] != [role, rank]
+        or not value["inc"].startswith(_inc_prefix(role, rank))
         or type(value["rank"]) is not int
         or type(value["pid"]) is not int
     ):
@@ -179,10 +184,11 @@ class Membership:
         self._timing = timing
         self._clock = clock
         self._sleep = sleep
-        self.inc = f"{identity.role[0]}{identity.rank}-{uuid.uuid4().hex[:12]}"
+        self.inc = _inc_prefix(identity.role, identity.rank) + uuid.uuid4().hex[:12]
         self.epoch = ""
         self._seen: dict[str, tuple[int, float]] = {}
         self._last_in_slot: dict[tuple[str, int], Member] = {}
+        self._last_gone: dict[str, Gone] = {}
 
     def use(self, root: ControlStore) -> None:
         """From now on called from another thread, with that thread's client."""
@@ -357,7 +363,7 @@ class Membership:
         if holder is not None:
             if self.shape.one_launch:
                 return False
-            if self._read_gone(holder.inc) is None and not self._outlive(holder, deadline):
+            if self.tombstone(holder.inc) is None and not self._outlive(holder, deadline):
                 raise MembershipError(
                     f"{holder.label} is alive and holds {self.identity.role} rank {self.identity.rank} of run "
                     f"{self.shape.run_id!r}; start this process under another rank"
@@ -383,7 +389,7 @@ class Membership:
         while (now := self._clock()) < deadline:
             since += self._not_looked(looked_at, now)
             looked_at = now
-            if self._read_gone(holder.inc) is not None:
+            if self.tombstone(holder.inc) is not None:
                 return True
             status = self._get(f"status/{holder.inc}")
             if status != last:
@@ -419,37 +425,41 @@ class Membership:
     def tombstone(self, inc: str) -> Gone | None:
         """Why ``inc`` is no longer a member; None while it is, or when the tombstone is damaged."""
         try:
-            return self._read_gone(inc)
+            value = self._get(f"gone/{inc}")
+            return None if value is None else _parse_gone(value)
         except WireFormatError:
             return None
 
-    def _read_gone(self, inc: str) -> Gone | None:
-        value = self._get(f"gone/{inc}")
-        return None if value is None else _parse_gone(value)
-
     def bury(self, inc: str, kind: str, reason: str) -> bool:
-        """Set the one tombstone of ``inc``; True when this call set it. All obey it, the victim included."""
-        wrote = self.documents.compare_set(
+        """Set the one tombstone of ``inc``; True when this call set it. All obey it, the victim included.
+
+        A damaged one is no tombstone: it is replaced, or nobody could ever bury ``inc``.
+        """
+        wrote = self.documents.replace(
             f"gone/{inc}",
-            {"kind": ""},
             {"kind": kind, "reason": reason[:2000], "by": f"{self.inc}/{uuid.uuid4().hex[:6]}"},
+            unless=lambda value: _parse_gone(value) is not None,
         )
         if wrote:
             self.touch_roster()
         return wrote
 
     def read_roster(self) -> dict[str, Member]:
-        """Every slot's incarnation with its tombstone, if it has one. A damaged slot reads as it did before."""
+        """Every slot's incarnation with its tombstone, if it has one. What is damaged reads as it did before."""
         shape = self.shape
         values = self._root.get_many([f"e/{self.epoch}/slot/{role}/{rank}" for role, rank in shape.slots()])
         members: list[Member] = []
-        for (role, rank), value in zip(shape.slots(), values, strict=True):
+        for slot, value in zip(shape.slots(), values, strict=True):
+            last = self._last_in_slot.get(slot)
             try:
-                member = _parse_member(value, role, rank)
+                member = _parse_member(value, *slot)
             except WireFormatError:
-                member = self._last_in_slot.get((role, rank))
+                member = last
+            # Whoever takes a slot has written where its tombstone shall stand: a slot that names another one is a lie.
+            if member is not None and (last is None or member.inc != last.inc) and not self._can_be_buried(member.inc):
+                member = last
             if member is not None:
-                self._last_in_slot[role, rank] = member
+                self._last_in_slot[slot] = member
                 members.append(member)
         gones = self._root.get_many([f"e/{self.epoch}/gone/{member.inc}" for member in members])
         roster: dict[str, Member] = {}
@@ -457,9 +467,14 @@ class Membership:
             try:
                 gone = _parse_gone(value)
             except WireFormatError:
-                gone = None
+                gone = self._last_gone.get(member.inc)  # who is gone does not come back
+            if gone is not None:
+                self._last_gone[member.inc] = gone
             roster[member.inc] = replace(member, gone=gone)
         return roster
+
+    def _can_be_buried(self, inc: str) -> bool:
+        return self.documents.exists([f"gone/{inc}"])
 
     def predecessors(self, member: Member, known: Container[str]) -> list[Member]:
         """Who held the slot of ``member`` before it, oldest first, back to the last one in ``known``; all are gone."""

@@ -451,9 +451,12 @@ class Node:
             self._read_roster(membership)
 
     def _check_own_tombstone(self, documents: ControlStore) -> None:
-        gone = documents.get(f"gone/{self.inc}")
+        try:
+            gone = documents.get(f"gone/{self.inc}")
+        except WireFormatError:
+            gone = "damaged"  # what stood there before may have been a tombstone
         if gone is not None and gone != {"kind": ""} and self._state == "up":
-            reason = gone.get("reason", "") if type(gone) is dict else ""
+            reason = gone.get("reason", "") if type(gone) is dict else "its tombstone in the store is damaged"
             raise FencedError(f"this process was declared dead by its peers ({reason}); restart it to go on")
 
     def _watched(self) -> list[str]:

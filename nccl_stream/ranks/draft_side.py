@@ -111,7 +111,13 @@ class DraftSide(Side):
         """Second half of construction: the parts that need this one."""
         self.node, self.links, self.store, self.arena = node, links, store, arena
         self.estates = Estates(
-            self.cond, node, self.intake, later=self._later, on_read=self._changed, clock=self._clock
+            self.cond,
+            node,
+            self.intake,
+            later=self._later,
+            on_read=self._changed,
+            report=self.lost_reports.report,
+            clock=self._clock,
         )
         self.leases = DraftLeases(
             self.intake,
@@ -173,10 +179,10 @@ class DraftSide(Side):
             slot_bytes = self.streams.windows(ref).total_bytes
         if nbytes != ref.estimated_bytes:
             raise RefError(f"sample {ref.sample_id!r}: estimated_bytes={ref.estimated_bytes}, its specs make {nbytes}")
-        if slot_bytes > self.arena.capacity_bytes or nbytes > self.config.max_sample_bytes:
+        if slot_bytes > self.config.slot_bytes() or nbytes > self.config.max_sample_bytes:
             raise CapacityError(
-                f"sample {ref.sample_id!r} needs {slot_bytes} bytes, this rank takes samples of up to "
-                f"{self.config.max_sample_bytes} bytes in an arena of {self.arena.capacity_bytes}",
+                f"sample {ref.sample_id!r} of {nbytes} bytes needs a slot of {slot_bytes}, this rank takes samples of "
+                f"up to {self.config.max_sample_bytes} in slots of up to {self.config.slot_bytes()}",
                 can_wait=False,
             )
         return slot_bytes
@@ -633,30 +639,39 @@ class DraftSide(Side):
         return SamplesLostError(text, lost) if lost else PeerLostError(text)
 
     def clean_up(self) -> None:
-        """After the end: give back what is left over; the lock is held. Idempotent."""
+        """Take nothing more and give back what is left over; the lock is held. Idempotent.
+
+        Unless everybody hears of an agreed end, or nothing is left, this rank says so: its owners would offer what it
+        refuses again and again.
+        """
         if self._cleaned:
             return
         self._cleaned = True
         end = None if self.rounds is None else self.rounds.end
         self.intake.stop("this rank takes nothing more")
         self.leases.clear_pending(drop=end is not None and not end.error and not end.stopped)
+        if end is None and (self.rounds is not None or not self.intake.all_settled()):
+            self.tell_all(Leaving(self.cohort))
 
     def leave_rounds(self) -> None:
         """Take nothing more: hand back what is not leased and tell everybody. Idempotent."""
         with self.cond:
-            already = self._cleaned
             if self.rounds is not None:
                 self.rounds.leave()
             self.clean_up()
             self.cond.notify_all()
-        if not already:
-            self.tell_all(Leaving(self.cohort))
 
     def return_leases(self) -> None:
         """Hand back what is still leased; the rank is leaving."""
         with self.cond:
             self.leases.return_all()
             self._changed()
+
+    def log_leftovers(self) -> None:
+        with self.cond:
+            unserved = self.finished and self.end_error() is None and not self.leases.handed and not self._stop_reason
+        if unserved:
+            logger.warning("%s: the stream ended, and no sample of it came to this rank", self.node.inc)
 
     def check_held(self) -> None:
         """Raise when user references have kept all memory for longer than ``held_timeout``; the lock is held."""

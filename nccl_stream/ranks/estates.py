@@ -35,6 +35,7 @@ class Estates:
         intake: what this draft has of each owner.
         later: runs a callable soon, on another thread and without the lock.
         on_read: called, with the lock held, when an owner's books have been read.
+        report: takes the ids of lost samples, for the user.
         clock: monotonic seconds.
     """
 
@@ -46,10 +47,9 @@ class Estates:
         *,
         later: Callable[[Callable[[], None]], None],
         on_read: Callable[[], None],
+        report: Callable[[tuple[str, ...]], None],
         clock: Callable[[], float],
     ) -> None:
-        self._on_lost: Callable[[tuple[str, ...]], None] | None = None
-        self._unreported: list[tuple[str, ...]] = []
         self._obituaries = Obituaries()
         self._unsure: dict[str, str] = {}
         self._closed_before: set[str] = set()
@@ -60,15 +60,8 @@ class Estates:
         self._intake = intake
         self._later = later
         self._on_read = on_read
+        self._report = report
         self._clock = clock
-
-    def report_to(self, callback: Callable[[tuple[str, ...]], None]) -> None:
-        """From now on tell ``callback`` what is lost, and soon what nobody could be told of before."""
-        with self._lock:
-            self._on_lost = callback
-            earlier, self._unreported = self._unreported, []
-        for lost in earlier:
-            self._later(lambda lost=lost: self._call_back(callback, lost))  # type: ignore[misc]
 
     def missed(self, member: Member) -> None:
         """A member is gone that may have left samples behind of which this draft knows nothing.
@@ -215,25 +208,13 @@ class Estates:
             lost = self._obituaries.read(owner, document)
         logger.info("%s: the books of %s are closed", self._node.inc, owner)
         if lost:
-            self._report_lost(owner, lost)  # before the stream may end for it
+            self._report_lost(owner, lost)
         with self._lock:
             self._on_read()
 
     def _report_lost(self, owner: str, lost: tuple[str, ...]) -> None:
         logger.error("%s: %d samples died with %s: %s", self._node.inc, len(lost), owner, ", ".join(lost[:10]))
-        with self._lock:
-            callback = self._on_lost
-            if callback is None:
-                self._unreported.append(lost)
-        if callback is not None:
-            self._call_back(callback, lost)
-
-    @staticmethod
-    def _call_back(callback: Callable[[tuple[str, ...]], None], lost: tuple[str, ...]) -> None:
-        try:
-            callback(lost)
-        except Exception:
-            logger.exception("the on_lost callback raised")
+        self._report(lost)
 
     # -- looking in --------------------------------------------------------------------------------------------------
 

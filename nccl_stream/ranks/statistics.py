@@ -56,7 +56,7 @@ class StreamStatistics(Mapping[str, Any]):
 def read_statistics(
     node: Node | None, side: TargetSide | DraftSide, documents: ControlStore | None = None
 ) -> StreamStatistics:
-    """Read the statuses of all ranks; without a node, only what this rank knows itself.
+    """Read the statuses of all ranks; without a node, only this rank's own.
 
     Args:
         node: this process's seat in the control plane.
@@ -65,6 +65,7 @@ def read_statistics(
             of both ends of a connection, and a lost answer of the name server costs five.
     """
     local = side.status()
+    own = {side.node.inc: local}
     statuses: dict[str, dict[str, Any]] = {}
     obituaries: dict[str, dict[str, Any]] = {}
     inherited: Counter[str] = Counter()
@@ -75,7 +76,7 @@ def read_statistics(
         for member, value in zip(members, values, strict=True):
             if type(value) is dict:
                 statuses[member.inc] = value
-        statuses[node.inc] = local
+        statuses.update(own)
         for member in members:
             if member.role == "target" and member.gone is not None and member.gone.kind != "left":
                 document = documents.get(f"obituary/{member.inc}")
@@ -85,7 +86,7 @@ def read_statistics(
             if member.role == "draft" and member.gone is not None and obituaries:
                 held = left_open(documents, member.inc, statuses.get(member.inc), obituaries)
                 inherited.update({owner: len(ids) for owner, ids in held.items()})
-    return _add_up(statuses, obituaries, inherited, local)
+    return _add_up(statuses or own, obituaries, inherited, local)
 
 
 def _add_up(

@@ -38,7 +38,7 @@ class Holds(Generic[K]):
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._entries: dict[K, _Entry] = {}
-        self._keys: dict[int, K] = {}
+        self._keys: dict[int, tuple[str, K]] = {}
         self._abandoned: deque[int] = deque()
 
     def add(self, handle: StoreHandle, key: K) -> None:
@@ -46,7 +46,7 @@ class Holds(Generic[K]):
         finalizer = weakref.finalize(handle, self._abandoned.append, handle.handle_id)
         finalizer.atexit = False
         with self._lock:
-            self._keys[handle.handle_id] = key
+            self._keys[handle.handle_id] = (handle.sample_id, key)
             self._entries.setdefault(key, _Entry()).holds[handle.handle_id] = finalizer
 
     def release(self, handle: StoreHandle) -> list[K]:
@@ -58,10 +58,11 @@ class Holds(Generic[K]):
         free: list[K] = []
         with self._lock:
             self._sweep(free)
-            key = self._keys.pop(handle.handle_id, None)
-            if key is None:
+            sample_id, key = self._keys.get(handle.handle_id, ("", None))
+            if key is None or sample_id != handle.sample_id:
                 logger.debug("release of unknown handle %s of sample %s ignored", handle.handle_id, handle.sample_id)
             else:
+                del self._keys[handle.handle_id]
                 self._entries[key].consumed = True
                 self._end(key, handle.handle_id, free)
         return free
@@ -70,7 +71,7 @@ class Holds(Generic[K]):
         """Undo :meth:`add` for a get that failed; returns as :meth:`release`."""
         free: list[K] = []
         with self._lock:
-            key = self._keys.pop(handle.handle_id, None)
+            _, key = self._keys.pop(handle.handle_id, ("", None))
             if key is not None:
                 self._end(key, handle.handle_id, free)
         return free
@@ -82,22 +83,24 @@ class Holds(Generic[K]):
             return self._sweep(free), free
 
     def clear(self) -> list[K]:
-        """Forget everything; return what was held."""
+        """Forget everything; return what was consumed but still held."""
+        consumed: list[K] = []
         with self._lock:
-            held = [key for key, entry in self._entries.items() if entry.holds]
+            self._sweep(consumed)
+            consumed += [key for key, entry in self._entries.items() if entry.consumed]
             for entry in self._entries.values():
                 for finalizer in entry.holds.values():
                     finalizer.detach()
             self._entries.clear()
             self._keys.clear()
             self._abandoned.clear()
-        return held
+        return consumed
 
     def _sweep(self, free: list[K]) -> int:
         count = 0
         while self._abandoned:
             handle_id = self._abandoned.popleft()
-            key = self._keys.get(handle_id)
+            _, key = self._keys.get(handle_id, ("", None))
             if key is None:
                 continue
             entry = self._entries[key]

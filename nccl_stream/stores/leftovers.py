@@ -16,12 +16,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-from nccl_stream.errors import SpecMismatchError
+from nccl_stream.errors import MisuseError, SpecMismatchError
+from nccl_stream.stores.directory import SAMPLE_SUFFIX, open_sample
 from nccl_stream.stores.sample_file import read_header
 
-__all__ = ["SAMPLE_SUFFIX", "Leftover", "LeftoverScan", "new_temporary_name", "this_owner"]
+__all__ = ["Leftover", "LeftoverScan", "new_temporary_name", "new_token", "this_owner"]
 
-SAMPLE_SUFFIX = ".safetensors"
 TEMPORARY_MAX_AGE_S = 3600.0
 """Age at which a half-written file of another host counts as left behind; no put takes an hour."""
 
@@ -57,10 +57,14 @@ def _host(pid: int) -> str:
 
 
 def _start_time(pid: int) -> int | None:
-    """Start of a process in clock ticks, so that a reused pid is not taken for the old one; None: cannot be known."""
+    """Start of a process in clock ticks, so that a reused pid is not taken for the old one; None: cannot be known.
+
+    0 for a process that is dead and only not yet waited for: it writes no more.
+    """
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            return int(file.read().rpartition(b")")[2].split()[19])
+            fields = file.read().rpartition(b")")[2].split()
+        return 0 if fields[0] in (b"Z", b"X") else int(fields[19])
     except (OSError, IndexError, ValueError):
         return None
 
@@ -71,9 +75,14 @@ def this_owner() -> str:
     return f"{_host(pid)}-{pid}-{_start_time(pid) or 0}"
 
 
+def new_token() -> str:
+    """What nobody else has."""
+    return secrets.token_hex(8)
+
+
 def new_temporary_name() -> str:
     """A file name that nobody else uses and that tells who is writing."""
-    return f".put-{this_owner()}-{secrets.token_hex(8)}.tmp"
+    return f".put-{this_owner()}-{new_token()}.tmp"
 
 
 def _is_gone(owner: str) -> bool | None:
@@ -96,26 +105,30 @@ class LeftoverScan:
 
     def __init__(self, directory: str) -> None:
         self._directory = directory
-        self._owners: dict[tuple[str, int, int], str] = {}
+        self._writers: dict[tuple[str, int, int], tuple[str, bool]] = {}
 
     def __call__(self) -> list[Leftover]:
         """Scan now."""
         found = []
-        owners: dict[tuple[str, int, int], str] = {}
+        writers: dict[tuple[str, int, int], tuple[str, bool]] = {}
+        # A clock may be wrong. What is old by this one and by the file server's, which stamps both, is old.
+        now = min(time.time(), os.stat(self._directory).st_mtime)
         for entry, status in self._files():
             match = _TEMPORARY.fullmatch(entry.name)
             if match is not None:
                 gone = _is_gone(match[1])
                 if gone is None:
-                    gone = time.time() - status.st_mtime > TEMPORARY_MAX_AGE_S
+                    gone = now - status.st_mtime > TEMPORARY_MAX_AGE_S
                 if gone:
                     found.append(Leftover(entry.name, status.st_size, None))
             elif entry.name.endswith(SAMPLE_SUFFIX):
                 key = (entry.name, status.st_ino, status.st_mtime_ns)
-                owners[key] = self._owners.get(key) or _owner_of(entry.path)
-                if _is_gone(owners[key]):
-                    found.append(Leftover(entry.name, status.st_size, entry.name.removesuffix(SAMPLE_SUFFIX)))
-        self._owners = owners
+                writers[key] = self._writers.get(key) or _writer_of(entry.path)
+                owner, is_finished = writers[key]
+                if _is_gone(owner):
+                    sample_id = entry.name.removesuffix(SAMPLE_SUFFIX) if is_finished else None
+                    found.append(Leftover(entry.name, status.st_size, sample_id))
+        self._writers = writers
         return sorted(found, key=lambda leftover: leftover.name)
 
     def _files(self) -> Iterator[tuple[os.DirEntry[str], os.stat_result]]:
@@ -128,9 +141,11 @@ class LeftoverScan:
                     continue  # consumed meanwhile
 
 
-def _owner_of(path: str) -> str:
+def _writer_of(path: str) -> tuple[str, bool]:
+    """Who wrote the file, "" if that is not known, and whether it is a sample or only the claim of a name for one."""
     try:
-        with open(path, "rb") as file:
-            return read_header(file, path).owner
-    except (OSError, SpecMismatchError):
-        return ""
+        with open_sample(path) as file:
+            header = read_header(file, path)
+    except (OSError, MisuseError, SpecMismatchError):
+        return "", False
+    return header.owner, bool(header.features)

@@ -55,26 +55,30 @@ class SampleHeader:
 
     Attributes:
         owner: who wrote it; empty when another program did.
+        token: what no other file has; empty when another program wrote it.
         features: name to (format's dtype name, our dtype name or "", shape, first byte, end byte); offsets count from
             the end of the header.
         data_start: where the data begins in the file.
     """
 
     owner: str
+    token: str
     features: Mapping[str, tuple[str, str, tuple[int, ...], int, int]]
     data_start: int
 
 
-def write_sample(file: BinaryIO, tensors: Mapping[str, torch.Tensor], owner: str) -> None:
+def write_sample(file: BinaryIO, tensors: Mapping[str, torch.Tensor], owner: str, token: str = "") -> None:
     """Write ``tensors`` to an empty file.
 
     Args:
         file: open for writing, at its start.
         tensors: checked feature map; any device, any strides.
         owner: kept in the file's metadata.
+        token: kept there as well.
 
     Raises:
-        MisuseError: (``ValueError``) a feature has the name that the format reserves.
+        MisuseError: (``ValueError``) a feature has the name that the format reserves, or the names and shapes fill
+            more than a header may have.
         OSError: the disk is full, or worse.
     """
     if _METADATA in tensors:
@@ -93,9 +97,13 @@ def write_sample(file: BinaryIO, tensors: Mapping[str, torch.Tensor], owner: str
             unnamed[name] = dtype_name(spec.dtype)
             header[name] = _entry("U8", (*spec.shape, spec.dtype.itemsize), offset, end)
         offset = end
-    ours = json.dumps({"owner": owner, "dtypes": unnamed}, separators=(",", ":"))
+    ours = json.dumps({"owner": owner, "token": token, "dtypes": unnamed}, separators=(",", ":"))
     text = json.dumps({_METADATA: {"format": "pt", _OUR_METADATA: ours}, **header}, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGN_BYTES)
+    if len(text) > MAX_HEADER_BYTES:
+        raise MisuseError(
+            f"names and shapes of {len(names)} features make a header of {len(text)} bytes; {MAX_HEADER_BYTES} are read"
+        )
     file.write(len(text).to_bytes(_LENGTH_BYTES, "little"))
     file.write(text)
     for name in names:
@@ -125,22 +133,27 @@ def read_header(file: BinaryIO, what: str) -> SampleHeader:
         ours = json.loads(metadata.get(_OUR_METADATA, "{}"))
         dtypes = ours.get("dtypes", {})
         features = {name: _parse_entry(value, dtypes.get(name, "")) for name, value in header.items()}
-        owner = str(ours.get("owner", ""))
+        owner, token = str(ours.get("owner", "")), str(ours.get("token", ""))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise SpecMismatchError(f"{what} is damaged: its header cannot be read ({type(error).__name__})") from error
     needed = start + max((end for *_, end in features.values()), default=0)
     if size < needed:
         raise SpecMismatchError(f"{what} is cut short: {size} bytes of {needed}")
-    return SampleHeader(owner, features, start)
+    return SampleHeader(owner, token, features, start)
 
 
 def read_sample(
-    file: BinaryIO, specs: Mapping[str, FeatureSpec], what: str, device: torch.device | None = None
+    file: BinaryIO,
+    header: SampleHeader,
+    specs: Mapping[str, FeatureSpec],
+    what: str,
+    device: torch.device | None = None,
 ) -> dict[str, torch.Tensor]:
     """Read the features named in ``specs``, in that order, into memory of their own.
 
     Args:
-        file: at its start.
+        file: the one that ``header`` is of, anywhere in it.
+        header: what :func:`read_header` returned.
         specs: what the caller's ref says is in the file.
         what: how to call the file in messages.
         device: where the tensors shall be; None for the CPU.
@@ -148,7 +161,6 @@ def read_sample(
     Raises:
         SpecMismatchError: (``RuntimeError``) the file is damaged, or holds something else than ``specs``.
     """
-    header = read_header(file, what)
     for name, spec in specs.items():
         _check_feature(header, name, spec, what)
     tensors: dict[str, torch.Tensor] = {}

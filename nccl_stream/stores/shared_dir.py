@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
-import errno
+import contextlib
 import logging
 import os
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 
 import torch
 
 from nccl_stream.errors import ClosedError, ConfigError, MisuseError, SampleNotFoundError
 from nccl_stream.refs import FeatureAlgorithm, FeatureSpec, SampleRef
 from nccl_stream.store import FeatureStore, StoreHandle, StoreHealth
+from nccl_stream.stores.directory import (
+    FileKey,
+    feature_key,
+    open_sample,
+    publish,
+    remove,
+    remove_exactly,
+    sample_path,
+)
 from nccl_stream.stores.holds import Holds
-from nccl_stream.stores.leftovers import SAMPLE_SUFFIX, Leftover, LeftoverScan, new_temporary_name, this_owner
+from nccl_stream.stores.leftovers import Leftover, LeftoverScan, new_temporary_name, new_token, this_owner
+from nccl_stream.stores.outstanding import Outstanding
 from nccl_stream.stores.residency import Residency
-from nccl_stream.stores.sample_file import read_sample, write_sample
+from nccl_stream.stores.sample_file import read_header, read_sample, write_sample
 from nccl_stream.stores.tensors import check_tensors
 
 __all__ = ["Leftover", "SharedDirFeatureStore"]
@@ -28,34 +37,22 @@ __all__ = ["Leftover", "SharedDirFeatureStore"]
 logger = logging.getLogger(__name__)
 
 MIB = 1024 * 1024
-MAX_NAME_BYTES = 255
-CHECKS_PER_PERIOD = 256
 SCAN_SHARE = 10
 """A directory scan by ``gc`` is skipped until this many times its last duration has passed: gc may be called often."""
-
-
-@dataclass(frozen=True)
-class _FileKey:
-    """One file under one name; another file under the same name is another sample."""
-
-    sample_id: str
-    inode: int
-    mtime_ns: int
-
-    @classmethod
-    def of(cls, sample_id: str, status: os.stat_result) -> _FileKey:
-        return cls(sample_id, status.st_ino, status.st_mtime_ns)
 
 
 class SharedDirFeatureStore(FeatureStore):
     """One ``<sample_id>.safetensors`` per sample in a directory that producers and consumers in any process share.
 
-    A file appears whole (written aside, then renamed) and goes with the last release of the instance that got it.
-    Caps, watermarks and :meth:`health` count the samples that *this* instance has put and nobody has released. A
+    A file appears whole (written aside, then given its name) and goes with the last release of the instance that got
+    it. Caps, watermarks and :meth:`health` count the samples that *this* instance has put and nobody has released. A
     release by another process is noticed by looking for this instance's own files by name, in a thread that exists
     while there are any; the directory is never listed for it, and no lock that :meth:`health` takes is held during
-    I/O. Ids must be unique within the directory; one that is taken is refused. (Only when two processes put the same
-    new id at the same moment does the later file replace the other.)
+    I/O. Ids must be unique within the directory: one that is taken is refused, also if it is taken at the same moment.
+    A ref stands for the file that its put made; it never delivers or deletes another one that has the id since.
+
+    A consumer that is killed between its ack and its release leaves a file that counts as its producer's until somebody
+    calls :meth:`discard`.
 
     Every method may be called from any thread. ``put`` returns when the file is visible; the caller keeps the tensors.
     ``get`` returns copies, on the CPU unless a device is asked for.
@@ -101,9 +98,9 @@ class SharedDirFeatureStore(FeatureStore):
         self._directory = os.path.abspath(directory)
         os.makedirs(self._directory, exist_ok=True)
         self._delete_unread = delete_unread_on_close
-        self._holds: Holds[_FileKey] = Holds()
-        self._outstanding = _Outstanding(self._directory, self._residency, release_poll_s)
-        self._undeleted: deque[_FileKey] = deque()
+        self._holds: Holds[FileKey] = Holds()
+        self._outstanding = Outstanding(self._directory, self._residency, release_poll_s)
+        self._undeleted: deque[FileKey] = deque()
         self._scan = LeftoverScan(self._directory)
         self._scan_lock = threading.Lock()
         self._next_scan = 0.0
@@ -113,7 +110,7 @@ class SharedDirFeatureStore(FeatureStore):
 
     @property
     def store_uri(self) -> str:
-        """``file://`` and the directory's absolute path: the same for all instances on it."""
+        """``file://`` and the directory's absolute path: the same for all instances that were given that path."""
         return f"file://{self._directory}"
 
     def put(
@@ -138,11 +135,12 @@ class SharedDirFeatureStore(FeatureStore):
         """
         check_tensors(sample_id, tensors)
         specs = {name: FeatureSpec.of(tensor) for name, tensor in tensors.items()}
+        token = new_token()
         ref = SampleRef(
             sample_id=sample_id,
             run_id=run_id,
             store_uri=self.store_uri,
-            feature_keys={name: f"{sample_id}/{name}" for name in specs},
+            feature_keys={name: feature_key(token, name) for name in specs},
             feature_specs=specs,
             algorithm=algorithm,
             schema_version=schema_version,
@@ -152,22 +150,25 @@ class SharedDirFeatureStore(FeatureStore):
             draft_weight_version=draft_weight_version,
             attributes=attributes or {},
         )
-        path = _path_of(self._directory, sample_id)
+        path = sample_path(self._directory, sample_id)
         if not self._residency.room_for(ref.estimated_bytes) or self._residency.contains(sample_id):
             self._outstanding.check()  # a release elsewhere may just have made room
         with self._residency.reserve(sample_id, ref.estimated_bytes) as reservation:
             if os.path.lexists(path):
-                raise MisuseError(
-                    f"sample_id {sample_id!r} is already present in {self._directory}: put by another process, or left "
-                    "unread by an earlier run"
-                )
-            self._write(path, tensors)
+                raise self._taken(sample_id)
+            key = FileKey(sample_id, token)
+            temporary = os.path.join(self._directory, new_temporary_name())
             try:
+                with open(temporary, "xb") as file:
+                    write_sample(file, tensors, this_owner(), token)
+                seen = os.lstat(temporary)
+                if not publish(temporary, path, this_owner()):
+                    raise self._taken(sample_id)
                 reservation.commit(None)
+                self._outstanding.add(key, seen)
             except BaseException:
-                _remove(path)
+                self._undo(temporary, key)
                 raise
-        self._outstanding.add(sample_id)
         return ref
 
     def get(
@@ -176,8 +177,10 @@ class SharedDirFeatureStore(FeatureStore):
         """Read a sample, whichever instance put it; see :meth:`FeatureStore.get`.
 
         Raises:
-            MisuseError: (``ValueError``) the ref's id is no file name in this directory, or a link is in its place.
+            MisuseError: (``ValueError``) the ref's id is no file name in this directory, or something else than a plain
+                file, such as a link, is in its place.
             SpecMismatchError: (``RuntimeError``) also for a file that is damaged or cut short.
+            OSError: the file system refused. The sample stays.
         """
         target = None if device is None else torch.device(device)
         self._check_open("get")
@@ -185,22 +188,24 @@ class SharedDirFeatureStore(FeatureStore):
             raise SampleNotFoundError(
                 f"the ref's store {ref.store_uri!r} does not match this store's URI {self.store_uri!r}"
             )
-        path = _path_of(self._directory, ref.sample_id)
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            file = open_sample(sample_path(self._directory, ref.sample_id))
         except FileNotFoundError:
             raise SampleNotFoundError(
                 f"sample {ref.sample_id!r} is not in {self._directory}: released, or never put"
             ) from None
-        except OSError as error:
-            if error.errno == errno.ELOOP:
-                raise MisuseError(f"{path} is a link, which this store neither makes nor follows") from None
-            raise
-        handle = StoreHandle(store=self, sample_id=ref.sample_id, ref=ref)
-        with open(descriptor, "rb") as file:
-            self._holds.add(handle, _FileKey.of(ref.sample_id, os.fstat(descriptor)))
+        with file:
+            what = f"the file of sample {ref.sample_id!r}"
+            header = read_header(file, what)
+            key = FileKey.of(ref.sample_id, header.token, file)
+            if not key.may_belong_to(ref):
+                raise SampleNotFoundError(
+                    f"{what} is not the one that the ref was made for, but a later one of this id"
+                )
+            handle = StoreHandle(store=self, sample_id=ref.sample_id, ref=ref)
+            self._holds.add(handle, key)
             try:
-                tensors = read_sample(file, ref.feature_specs, f"the file of sample {ref.sample_id!r}", target)
+                tensors = read_sample(file, header, ref.feature_specs, what, target)
                 self._check_open("get")
             except BaseException:
                 self._delete(self._holds.cancel(handle))
@@ -221,13 +226,26 @@ class SharedDirFeatureStore(FeatureStore):
         self._check_open("discard")
         if ref.store_uri != self.store_uri:
             return False
-        found = _remove(_path_of(self._directory, ref.sample_id))
-        self._outstanding.settle(ref.sample_id)
+        try:
+            with open_sample(sample_path(self._directory, ref.sample_id)) as file:
+                key = FileKey.read(ref.sample_id, file)
+        except FileNotFoundError:
+            found = False
+        else:
+            found = key.may_belong_to(ref)
+        if found:
+            self._delete([key])
+        else:
+            self._outstanding.check_one(ref.sample_id)
         return found
 
     def room_for(self, nbytes: int) -> bool:
         """Whether a sample of ``nbytes`` would be accepted now, as far as is known without looking at the disk."""
         return self._residency.room_for(nbytes)
+
+    def is_full(self) -> bool:
+        """See :meth:`FeatureStore.is_full`."""
+        return self._residency.is_full()
 
     def wait_for_room(self, nbytes: int, timeout: float) -> bool:
         """Block up to ``timeout`` seconds until a sample of ``nbytes`` would be accepted; see :class:`Residency`."""
@@ -250,27 +268,22 @@ class SharedDirFeatureStore(FeatureStore):
         self._check_open("gc")
         reclaimed, free = self._holds.sweep()
         self._delete(free)
-        again = [self._undeleted.popleft() for _ in range(len(self._undeleted))]
-        self._delete(again)
-        reclaimed += len(again) - len(self._undeleted)
+        reclaimed += self._delete_again()
         self._outstanding.check()
         if time.monotonic() < self._next_scan:
             return reclaimed
-        for leftover in self.leftovers():
+        found = self.leftovers()
+        for leftover in found:
             if leftover.sample_id is None:
-                if _remove(os.path.join(self._directory, leftover.name)):
-                    reclaimed += 1
-                    logger.warning(
-                        "deleted %s (%d bytes): its writer died before it was finished", leftover.name, leftover.nbytes
-                    )
+                reclaimed += self._remove_temporary(leftover)
             elif leftover.name not in self._reported:
-                self._reported.add(leftover.name)
                 logger.warning(
                     "sample %s (%d bytes) in %s is unread and its producer is gone",
                     leftover.sample_id,
                     leftover.nbytes,
                     self._directory,
                 )
+        self._reported = {leftover.name for leftover in found}
         return reclaimed
 
     def leftovers(self) -> list[Leftover]:
@@ -288,168 +301,73 @@ class SharedDirFeatureStore(FeatureStore):
     def close(self) -> None:
         """Drop the books and stop. Idempotent.
 
-        Files of this instance that somebody in this process holds go; those that nobody has read stay for consumers in
-        other processes, unless the constructor was told otherwise.
+        What was released goes, also if another handle still held it. Everything else is unread and stays, for consumers
+        in other processes or for whoever is given its ref again; this instance's part of it goes if the constructor was
+        told so.
         """
         if self._residency.is_closed:
             return
         self._residency.close()
         mine = self._outstanding.close()
-        for key in self._holds.clear():
-            if key.sample_id in mine:
-                mine.discard(key.sample_id)
-                self._delete([key])
+        consumed = self._holds.clear()
+        self._delete(consumed)
+        self._delete_again()
+        unread = set(mine).difference(consumed)
         if self._delete_unread:
-            for sample_id in mine:
-                _remove(_path_of(self._directory, sample_id))
-        elif mine:
-            logger.info("closed with %d samples in %s that nobody has released yet", len(mine), self._directory)
+            self._delete(unread)
+        elif unread:
+            logger.info("closed with %d samples in %s that nobody has released yet", len(unread), self._directory)
 
     def _check_open(self, operation: str) -> None:
         if self._residency.is_closed:
             raise ClosedError(f"{operation}: this SharedDirFeatureStore is closed")
 
-    def _write(self, path: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        temporary = os.path.join(self._directory, new_temporary_name())
-        try:
-            with open(temporary, "xb") as file:
-                write_sample(file, tensors, this_owner())
-            os.replace(temporary, path)
-        except BaseException:
-            _remove(temporary)
-            raise
+    def _taken(self, sample_id: str) -> MisuseError:
+        return MisuseError(
+            f"sample_id {sample_id!r} is already present in {self._directory}: put by another process, or left unread "
+            "by an earlier run"
+        )
 
-    def _delete(self, keys: list[_FileKey]) -> None:
-        """Delete consumed files. A file that came under the same name since is not touched."""
+    def _undo(self, temporary: str, key: FileKey) -> None:
+        """Take back a put that failed, wherever it did."""
+        try:
+            remove(temporary)
+        except OSError as error:
+            logger.warning("%s, left by a put that failed, could not be deleted (%s)", temporary, error)
+        self._delete([key])
+        with contextlib.suppress(ClosedError):
+            self._residency.discard(key.sample_id)
+
+    def _delete(self, keys: Iterable[FileKey], level: int = logging.WARNING) -> int:
+        """Delete consumed files; what cannot be deleted is remembered for gc. Return how many are gone."""
+        count = 0
         for key in keys:
-            path = _path_of(self._directory, key.sample_id)
             try:
-                if _FileKey.of(key.sample_id, os.lstat(path)) != key:
-                    continue
-                os.unlink(path)
-            except FileNotFoundError:
-                pass
+                gone = remove_exactly(self._directory, key)
             except OSError as error:
-                logger.warning("%s could not be deleted (%s); gc tries again", path, error)
+                logger.log(level, "sample %s in %s could not be deleted (%s)", key.sample_id, self._directory, error)
+                gone = False
+            if gone:
+                count += 1
+                self._outstanding.settle(key)
+            else:
                 self._undeleted.append(key)
-                continue
-            self._outstanding.settle(key.sample_id)
+        return count
 
+    def _delete_again(self) -> int:
+        keys = []
+        with contextlib.suppress(IndexError):  # several threads may do this at once
+            while True:
+                keys.append(self._undeleted.popleft())
+        return self._delete(keys, logging.DEBUG)
 
-class _Outstanding:
-    """This instance's files that nobody has released, and the thread that notices when another process does."""
-
-    def __init__(self, directory: str, residency: Residency[None], period: float) -> None:
-        self._directory = directory
-        self._residency = residency
-        self._period = period
-        # Reentrant: signal_stop may run in a garbage collection in the middle of one of these methods.
-        self._changed = threading.Condition(threading.RLock())
-        # Sample id to a token that tells apart two files put under one id.
-        self._files: dict[str, object] = {}
-        self._position = 0
-        self._thread: threading.Thread | None = None
-        self._stopped = False
-
-    def add(self, sample_id: str) -> None:
-        with self._changed:
-            self._files[sample_id] = object()
-            if self._stopped:
-                return
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="shared-dir-releases", daemon=True)
-                self._thread.start()
-            elif len(self._files) == 1:
-                self._changed.notify_all()
-
-    def settle(self, sample_id: str) -> None:
-        """A sample of ours, or of somebody else, is gone."""
-        with self._changed:
-            if self._files.pop(sample_id, None) is not None:
-                self._drop(sample_id)
-
-    def check(self, limit: int | None = None) -> None:
-        """Look for at most ``limit`` of our files, by name, and strike out those that are gone."""
-        with self._changed:
-            files = list(self._files.items())
-        if limit is not None and limit < len(files):
-            start = self._position % len(files)
-            self._position = start + limit
-            files = (files[start:] + files[:start])[:limit]
-        gone = [(sample_id, token) for sample_id, token in files if _is_missing(_path_of(self._directory, sample_id))]
-        with self._changed:
-            for sample_id, token in gone:
-                if self._files.get(sample_id) is token:
-                    del self._files[sample_id]
-                    self._drop(sample_id)
-
-    def signal_stop(self) -> None:
-        with self._changed:
-            self._stopped = True
-            self._changed.notify_all()
-
-    def close(self) -> set[str]:
-        """Stop and join the thread; return the ids that are still outstanding."""
-        self.signal_stop()
-        thread, self._thread = self._thread, None
-        if thread is not None and thread is not threading.current_thread():
-            thread.join()
-        self.check()
-        with self._changed:
-            remaining, self._files = set(self._files), {}
-        return remaining
-
-    def _drop(self, sample_id: str) -> None:
-        # Under our lock, so that a put of the same id finds both books in agreement.
+    def _remove_temporary(self, leftover: Leftover) -> bool:
         try:
-            self._residency.discard(sample_id)
-        except ClosedError:
-            pass  # it has forgotten everything already
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._files or self._stopped)
-                if self._stopped or self._changed.wait_for(lambda: self._stopped, self._period):
-                    return
-            self.check(CHECKS_PER_PERIOD)
-
-
-def _path_of(directory: str, sample_id: str) -> str:
-    """Path of a sample's file.
-
-    Raises:
-        MisuseError: (``ValueError``) the id is not fit for a file name, or would lead out of the directory.
-    """
-    if not isinstance(sample_id, str) or not sample_id:
-        raise MisuseError(f"sample_id must be a non-empty str, got {sample_id!r}")
-    if ".." in sample_id or any(char in "/\\" or ord(char) < 32 for char in sample_id):
-        raise MisuseError(f"sample_id {sample_id!r} could leave the directory {directory}: refused")
-    name = sample_id + SAMPLE_SUFFIX
-    try:
-        size = len(os.fsencode(name))
-    except UnicodeEncodeError as error:
-        raise MisuseError(f"sample_id {sample_id!r} cannot be a file name: {error.reason}") from error
-    if size > MAX_NAME_BYTES:
-        raise MisuseError(f"sample_id {sample_id[:40]!r}... makes a file name of {size} bytes; {MAX_NAME_BYTES} fit")
-    return os.path.join(directory, name)
-
-
-def _is_missing(path: str) -> bool:
-    try:
-        os.lstat(path)
-    except FileNotFoundError:
+            if not remove(os.path.join(self._directory, leftover.name)):
+                return False
+        except OSError as error:
+            if leftover.name not in self._reported:
+                logger.warning("%s, whose writer is gone, could not be deleted (%s)", leftover.name, error)
+            return False
+        logger.warning("deleted %s (%d bytes): its writer died before it was finished", leftover.name, leftover.nbytes)
         return True
-    except OSError as error:
-        # For all we know it is there: better to hold room a little longer than to give it away twice.
-        logger.debug("cannot look at %s: %s", path, error)
-    return False
-
-
-def _remove(path: str) -> bool:
-    """Delete a file; whether it was there."""
-    try:
-        os.unlink(path)
-    except FileNotFoundError:
-        return False
-    return True

@@ -321,6 +321,72 @@ def test_damaged_tombstone_buries_nobody(raw):
     assert founder.tombstone(founder.inc) is None
 
 
+@pytest.mark.parametrize("damage", ["x", "\xff", "7", "{}", '{ "kind": "" }', '{"kind": "exploded"}', None])
+def test_who_has_a_damaged_tombstone_can_be_buried_once(raw, damage):
+    a, b = member(raw, "target", 0), member(raw, "draft", 0)
+    a.join()
+    with beating(raw, a):
+        b.join()
+    key = f"{a.shape.root}/e/{a.epoch}/gone/{b.inc}"
+    raw.delete_key(key) if damage is None else raw.set(key, damage)
+    raw.check([key])  # an answered call: the change has reached the server
+    assert a.bury(b.inc, "died", "no heartbeat")
+    assert not b.bury(b.inc, "left", "bye")
+    for one in (a, b):
+        assert one.read_roster()[b.inc].gone.reason == "no heartbeat"
+
+
+def test_who_is_gone_does_not_come_back_when_the_tombstone_is_damaged(raw):
+    a, b = member(raw, "target", 0), member(raw, "draft", 0)
+    a.join()
+    with beating(raw, a):
+        b.join()
+    b.bury(b.inc, "left", "bye")
+    assert a.read_roster()[b.inc].gone.kind == "left"
+    a.documents.set(f"gone/{b.inc}", "x")
+    assert a.read_roster()[b.inc].gone.kind == "left"
+
+
+def test_rank_of_a_silent_member_with_a_damaged_tombstone_is_taken_over(raw):
+    founder, old, new = (member(raw, "target", 0), member(raw, "draft", 0), member(raw, "draft", 0))
+    founder.join()
+    with beating(raw, founder):
+        old.join()
+        raw.set(f"{old.shape.root}/e/{old.epoch}/gone/{old.inc}", "x")
+        raw.check(["x"])  # an answered call: the change has reached the server
+        new.join()
+    assert founder.tombstone(old.inc).kind == "died"
+    assert new.inc in founder.read_roster()
+
+
+@pytest.mark.parametrize("inc", ["d1-ffffffffffff", "d0-ffffffffffff"])
+def test_slot_that_names_somebody_who_never_was_reads_as_before(raw, inc):
+    """Well-formed, with nothing behind it: nobody waits for its tombstone to appear."""
+    a, b = member(raw, "target", 0), member(raw, "draft", 1)
+    a.join()
+    with beating(raw, a):
+        b.join()
+    before = a.read_roster()
+    slot = a.documents.get("slot/draft/1")
+    a.documents.set("slot/draft/1", {**slot, "inc": inc})
+    assert a.read_roster() == before
+    newcomer = member(raw, "draft", 0)
+    with beating(raw, a):
+        newcomer.join()
+    assert set(newcomer.read_roster()) == {a.inc, newcomer.inc}
+
+
+def test_slot_that_names_a_member_of_another_rank_reads_as_before(raw):
+    a, b, c = (member(raw, "target", 0), member(raw, "draft", 0), member(raw, "draft", 1))
+    a.join()
+    with beating(raw, a):
+        b.join()
+        c.join()
+    before = a.read_roster()
+    a.documents.set("slot/draft/1", {**a.documents.get("slot/draft/1"), "inc": b.inc})
+    assert a.read_roster() == before
+
+
 def test_silence_counts_from_the_last_change_seen_and_sleep_is_excused(raw):
     clock = FakeClock()
     one = member(raw, "target", 0)

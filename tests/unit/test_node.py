@@ -16,7 +16,7 @@ from nccl_stream.errors import ControlStoreError, FencedError, PeerTimeoutError
 
 PATIENCE = 30.0
 CALM = Timing(heartbeat_s=0.1, death_s=60.0, fence_s=30.0, connect_s=20.0)  # nobody dies, however busy the machine
-DEADLY = Timing(heartbeat_s=0.1, death_s=3.0, fence_s=1.5, connect_s=20.0)
+DEADLY = Timing(heartbeat_s=0.1, death_s=5.0, fence_s=3.0, connect_s=20.0)
 
 
 class Handler:

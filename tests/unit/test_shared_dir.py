@@ -4,8 +4,11 @@ import gc
 import json
 import logging
 import os
+import socket
+import subprocess
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import safetensors.torch
@@ -13,7 +16,7 @@ import torch
 
 from nccl_stream.errors import CapacityError, SpecMismatchError
 from nccl_stream.queue import SampleRefQueue
-from nccl_stream.stores import leftovers, sample_file, shared_dir
+from nccl_stream.stores import directory, leftovers, outstanding, residency, sample_file, shared_dir
 from nccl_stream.stores.shared_dir import SharedDirFeatureStore
 from nccl_stream.testing.store_suite import FeatureStoreConformance, StoreHarness, make_sample, raw_bytes
 
@@ -142,6 +145,33 @@ def test_longest_id_that_makes_a_file_name_is_accepted(store):
     assert consume(store, ref).keys() == make_sample().keys()
 
 
+@pytest.mark.parametrize("kind", ["pipe", "socket", "directory", "dangling link"])
+def test_what_is_no_file_in_place_of_a_sample_is_an_error_at_once_and_stays(store, tmp_path, monkeypatch, kind):
+    ref = put(store)
+    os.unlink(tmp_path / "s.safetensors")
+    monkeypatch.chdir(tmp_path)  # a socket's path must be short
+    with socket.socket(socket.AF_UNIX) as server:
+        if kind == "pipe":
+            os.mkfifo("s.safetensors")
+        elif kind == "socket":
+            server.bind("s.safetensors")
+        elif kind == "directory":
+            os.mkdir("s.safetensors")
+        else:
+            os.symlink("nowhere", "s.safetensors")
+        descriptors = len(os.listdir("/proc/self/fd"))
+        for call in (store.get, store.discard):
+            with pytest.raises(ValueError, match=r"is a link|no plain file"):
+                call(ref)
+        assert len(os.listdir("/proc/self/fd")) == descriptors
+        assert store.leftovers() == []
+        store._outstanding.check()
+        assert store.health().sample_count == 0
+        with pytest.raises(ValueError, match="already present"):
+            put(store)
+        assert os.path.lexists("s.safetensors")
+
+
 def test_link_in_place_of_a_sample_is_not_followed(store, tmp_path, tmp_path_factory):
     ref = put(store)
     elsewhere = tmp_path_factory.mktemp("elsewhere") / "secret.safetensors"
@@ -164,6 +194,48 @@ def test_id_whose_file_somebody_else_put_is_refused_and_their_file_stays(store, 
         put(other, fill=2)
     assert other.health().sample_count == 0
     assert int(consume(other, ref)["input_ids"][0, 0]) == 1
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_id_that_is_taken_while_its_file_is_written_is_refused_and_the_first_stays(
+    store, other, tmp_path, monkeypatch, links
+):
+    if not links:
+        monkeypatch.setattr(os, "link", without_links)
+    refs = []
+
+    def write(*args):
+        monkeypatch.undo()
+        if not links:
+            monkeypatch.setattr(os, "link", without_links)
+        refs.append(put(other, fill=1))
+        sample_file.write_sample(*args)
+
+    monkeypatch.setattr(shared_dir, "write_sample", write)
+    with pytest.raises(ValueError, match="already present"):
+        put(store, fill=2)
+    assert os.listdir(tmp_path) == ["s.safetensors"]
+    assert store.health().sample_count == 0
+    assert int(consume(store, refs[0])["input_ids"][0, 0]) == 1
+    consume(other, put(store, fill=3))
+
+
+def test_link_that_was_made_but_whose_answer_got_lost_is_a_put(store, tmp_path, monkeypatch):
+    # A file server that is asked a second time finds that the name is taken: by the first time.
+    link = os.link
+    monkeypatch.setattr(os, "link", lambda *args: (link(*args), link(*args)))
+    ref = put(store, fill=1)
+    assert os.listdir(tmp_path) == ["s.safetensors"]
+    assert int(consume(store, ref)["input_ids"][0, 0]) == 1
+
+
+def test_header_that_no_get_would_read_is_refused_by_put(store, tmp_path, monkeypatch):
+    monkeypatch.setattr(sample_file, "MAX_HEADER_BYTES", 2048)
+    consume(store, put(store))
+    with pytest.raises(ValueError, match=r"header of \d+ bytes"):
+        store.put("s", {**make_sample(), "x" * 2048: torch.zeros(1)}, "run")
+    assert os.listdir(tmp_path) == []
+    assert store.health().sample_count == 0
 
 
 # -- damage --
@@ -236,19 +308,34 @@ def test_file_that_is_none_of_ours_is_refused(store, tmp_path, content):
 
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()], ids=repr)
-@pytest.mark.parametrize("step", ["rename", "write"])
+@pytest.mark.parametrize("step", ["write", "link", "linked", "claim", "replace", "replaced", "commit", "watch"])
 def test_put_that_fails_half_way_leaves_no_trace_and_can_be_repeated(store, tmp_path, monkeypatch, step, error):
-    def fail(*args):
-        if step == "write":
-            args[0].write(b"half of it")
-        assert len(os.listdir(tmp_path)) == 1
+    def fail(*_args):
+        assert 1 <= len(os.listdir(tmp_path)) <= 2
         raise error
 
+    def fail_after(function):
+        return lambda *args: (function(*args), fail())
+
     with monkeypatch.context() as patch:
-        if step == "rename":
+        if step == "write":
+            patch.setattr(shared_dir, "write_sample", lambda file, *_: (file.write(b"half of it"), fail()))
+        elif step in ("claim", "replace", "replaced"):
+            patch.setattr(os, "link", without_links)
+        if step == "link":
+            patch.setattr(os, "link", fail)
+        elif step == "linked":
+            patch.setattr(os, "link", fail_after(os.link))
+        elif step == "claim":
+            patch.setattr(directory, "write_sample", fail)
+        elif step == "replace":
             patch.setattr(os, "replace", fail)
-        else:
-            patch.setattr(shared_dir, "write_sample", fail)
+        elif step == "replaced":
+            patch.setattr(os, "replace", fail_after(os.replace))
+        elif step == "commit":
+            patch.setattr(residency.Reservation, "commit", fail)
+        elif step == "watch":
+            patch.setattr(threading.Thread, "start", fail)
         with pytest.raises(type(error)):
             put(store)
     assert os.listdir(tmp_path) == []
@@ -260,7 +347,7 @@ def test_file_that_cannot_be_deleted_still_counts_until_gc_can(store, tmp_path, 
     ref = put(store)
     _, handle = store.get(ref)
     with monkeypatch.context() as patch:
-        patch.setattr(os, "unlink", lambda path: (_ for _ in ()).throw(PermissionError(path)))
+        patch.setattr(os, "unlink", no_unlink)
         store.release(handle)
         assert store.health().sample_count == 1
         assert store.gc() == 0
@@ -268,6 +355,17 @@ def test_file_that_cannot_be_deleted_still_counts_until_gc_can(store, tmp_path, 
     assert store.gc() == 0
     assert os.listdir(tmp_path) == []
     assert store.health().sample_count == 0
+
+
+unlink = os.unlink
+
+
+def no_unlink(path):
+    raise PermissionError(path)
+
+
+def without_links(*_args):
+    raise OSError(errno.EPERM, "this file system has no hard links")
 
 
 class Gate:
@@ -352,7 +450,7 @@ def test_put_right_after_a_release_elsewhere_finds_the_room(tmp_path, other):
 
 
 def test_release_elsewhere_is_noticed_at_any_number_of_outstanding_files(tmp_path, other, monkeypatch):
-    monkeypatch.setattr(shared_dir, "CHECKS_PER_PERIOD", 3)
+    monkeypatch.setattr(outstanding, "CHECKS_PER_PERIOD", 3)
     with SharedDirFeatureStore(str(tmp_path), max_samples=None, release_poll_s=0.001) as store:
         refs = [put(store, f"s{index}") for index in range(10)]
         for left, ref in zip(reversed(range(10)), reversed(refs), strict=True):
@@ -388,17 +486,50 @@ def test_two_consumers_of_one_sample_each_have_their_copy_and_the_first_release_
     wait_until(lambda: store.health().sample_count == 0)
 
 
-def test_late_release_does_not_touch_the_next_sample_of_the_same_id(store, other):
+def test_late_release_does_not_touch_the_next_sample_of_the_same_id(store, other, tmp_path):
     ref = put(store, fill=1)
+    # As a file system does whose clock counts whole seconds, and which gives a freed inode to the next file.
+    os.utime(tmp_path / "s.safetensors", (1, 1))
     _, late = store.get(ref)
     _, early = other.get(ref)
     other.release(early)
     again = put(store, fill=2)
+    os.utime(tmp_path / "s.safetensors", (1, 1))
     _, held = store.get(again)
     store.release(late)
     assert store.health().sample_count == 1
     assert int(store.get(again)[0]["input_ids"][0, 0]) == 2
     store.release(held)
+
+
+def test_next_sample_of_the_same_id_is_not_delivered_for_the_ref_of_the_last_nor_dropped_with_it(store, other):
+    ref = put(store, fill=1)
+    assert other.discard(ref)
+    again = put(other, fill=2)
+    wait_until(lambda: store.health().sample_count == 0)
+    with pytest.raises(KeyError, match="later one"):
+        store.get(ref)
+    assert not store.discard(ref)
+    assert not other.discard(ref)
+    assert other.health().sample_count == 1
+    assert int(consume(store, again)["input_ids"][0, 0]) == 2
+
+
+def test_sample_that_was_only_touched_still_counts(store, tmp_path):
+    ref = put(store)
+    os.utime(tmp_path / "s.safetensors", (1, 1))
+    store._outstanding.check()
+    assert store.health().sample_count == 1
+    assert store.discard(ref)
+    assert store.health().sample_count == 0
+
+
+def test_handle_with_the_id_of_another_samples_handle_releases_nothing(store):
+    _, handle = store.get(put(store))
+    store.release(dataclasses.replace(handle, sample_id="t"))
+    assert store.health().sample_count == 1
+    store.release(handle)
+    assert store.health().sample_count == 0
 
 
 def test_handle_dropped_elsewhere_is_no_release(store, other):
@@ -472,19 +603,75 @@ def test_close_deletes_what_nobody_has_read_when_asked_to_and_nothing_of_others(
     assert os.listdir(tmp_path) == ["theirs.safetensors"]
 
 
-def test_close_deletes_what_this_instance_put_and_has_read_but_not_what_it_read_of_others(tmp_path, other):
+def test_close_deletes_what_was_released_although_held_and_keeps_what_was_only_got(tmp_path, other):
     store = SharedDirFeatureStore(str(tmp_path))
-    ref, theirs = put(store), put(other, "theirs")
-    hold = [store.get(ref), store.get(theirs)]
+    refs = [put(store, "mine"), put(store, "mine-unread"), put(other, "theirs"), put(other, "theirs-unread")]
+    hold = [(store.get(ref)[1], store.get(ref)[1]) for ref in refs]
+    store.release(hold[0][0])
+    store.release(hold[2][0])
+    assert len(os.listdir(tmp_path)) == 4
     store.close()
-    assert os.listdir(tmp_path) == ["theirs.safetensors"]
-    del hold
+    assert sorted(os.listdir(tmp_path)) == ["mine-unread.safetensors", "theirs-unread.safetensors"]
+
+
+@pytest.mark.parametrize("sweep", [True, False])
+def test_close_keeps_a_sample_whose_handle_was_dropped_unreleased(tmp_path, other, sweep):
+    store = SharedDirFeatureStore(str(tmp_path))
+    ref = put(store, fill=7)
+    store.get(ref)
+    gc.collect()
+    if sweep:
+        store.gc()
+    store.close()
+    assert int(consume(other, ref)["input_ids"][0, 0]) == 7
+
+
+def test_close_deletes_what_was_released_before_its_other_handle_was_dropped(tmp_path):
+    store = SharedDirFeatureStore(str(tmp_path))
+    ref = put(store)
+    _, first = store.get(ref)
+    _, second = store.get(ref)
+    store.release(first)
+    del second
+    gc.collect()
+    store.close()
+    assert os.listdir(tmp_path) == []
+
+
+def test_close_tries_once_more_to_delete_what_could_not_be(tmp_path, monkeypatch):
+    store = SharedDirFeatureStore(str(tmp_path))
+    ref = put(store)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", no_unlink)
+        consume(store, ref)
+    assert os.listdir(tmp_path) == ["s.safetensors"]
+    store.close()
+    assert os.listdir(tmp_path) == []
+
+
+def test_close_that_cannot_delete_goes_on_and_does_not_raise(tmp_path, monkeypatch):
+    store = SharedDirFeatureStore(str(tmp_path), delete_unread_on_close=True)
+    put(store, "a")
+    put(store, "b")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", lambda path: no_unlink(path) if path.endswith("a.safetensors") else unlink(path))
+        store.close()
+    assert os.listdir(tmp_path) == ["a.safetensors"]
+
+
+def test_close_with_delete_unread_spares_what_another_instance_put_under_the_id_since(tmp_path, other):
+    store = SharedDirFeatureStore(str(tmp_path), delete_unread_on_close=True, release_poll_s=3600)
+    ref = put(store)
+    assert other.discard(ref)
+    again = put(other, fill=2)
+    store.close()
+    assert int(consume(other, again)["input_ids"][0, 0]) == 2
 
 
 def test_close_during_a_put_leaves_no_file(tmp_path, monkeypatch):
     store = SharedDirFeatureStore(str(tmp_path))
-    gate = Gate(os.replace)
-    monkeypatch.setattr(os, "replace", gate)
+    gate = Gate(os.link)
+    monkeypatch.setattr(os, "link", gate)
     errors = []
 
     def run():
@@ -583,6 +770,55 @@ def test_gc_reports_unread_samples_of_dead_producers_once_and_keeps_them(store, 
     assert store.leftovers() == []
 
 
+def test_gc_deletes_the_half_written_file_of_a_writer_that_is_dead_but_not_waited_for(store, tmp_path):
+    with subprocess.Popen(["sleep", "600"]) as process:
+        host = leftovers.this_owner().split("-")[0]
+        path = leave_temporary(tmp_path, f"{host}-{process.pid}-{leftovers._start_time(process.pid)}")
+        assert store.leftovers() == []
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        store._next_scan = 0.0
+        assert store.gc() == 1
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("clock", ["this host's", "the file server's"])
+def test_gc_trusts_no_single_clock_about_the_age_of_another_hosts_file(store, tmp_path, monkeypatch, clock):
+    path = leave_temporary(tmp_path, "0" * 12 + "-1-1", 0.0)
+    if clock == "this host's":
+        ahead = time.time() + 7200
+        monkeypatch.setattr(leftovers.time, "time", lambda: ahead)
+    else:
+        os.utime(tmp_path, (time.time() + 7200,) * 2)
+    assert store.leftovers() == []
+    assert store.gc() == 0
+    assert path.exists()
+
+
+def test_gc_goes_on_after_a_file_that_it_cannot_delete_and_says_so_once(store, tmp_path, monkeypatch, caplog):
+    stuck = leave_temporary(tmp_path, dead_owner())
+    other = leave_temporary(tmp_path, dead_owner(pid=2**22 + 2))
+    monkeypatch.setattr(os, "unlink", lambda path: no_unlink(path) if path == str(stuck) else unlink(path))
+    for _ in range(3):
+        store._next_scan = 0.0
+        store.gc()
+    assert stuck.exists()
+    assert not other.exists()
+    assert len([record for record in caplog.records if stuck.name in record.getMessage()]) == 1
+
+
+def test_gc_from_several_threads_tries_each_file_again_and_none_fails(store, tmp_path, monkeypatch):
+    refs = [put(store, f"s{index}") for index in range(50)]
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", no_unlink)
+        for ref in refs:
+            consume(store, ref)
+    with ThreadPoolExecutor(8) as pool:
+        counts = [future.result() for future in [pool.submit(store.gc) for _ in range(8)]]
+    assert os.listdir(tmp_path) == []
+    assert sum(counts) == 50
+
+
 def test_gc_called_often_scans_seldom(store, monkeypatch):
     scans = []
     scan = store._scan
@@ -604,11 +840,12 @@ def test_scan_reads_each_header_once_and_survives_foreign_files(store, tmp_path,
     (tmp_path / "notes.safetensors").write_text("not a sample")
     (tmp_path / "folder.safetensors").mkdir()
     reads = []
-    original = leftovers._owner_of
-    monkeypatch.setattr(leftovers, "_owner_of", lambda path: reads.append(path) or original(path))
+    (tmp_path / "theirs.safetensors").write_bytes(safetensors.torch.save({"x": torch.zeros(1)}))
+    original = leftovers._writer_of
+    monkeypatch.setattr(leftovers, "_writer_of", lambda path: reads.append(path) or original(path))
     assert store.leftovers() == []
     assert store.leftovers() == []
-    assert reads.count(str(tmp_path / "s.safetensors")) == 1
+    assert sorted(map(os.path.basename, reads)) == ["notes.safetensors", "s.safetensors", "theirs.safetensors"]
 
 
 def test_header_of_unreasonable_length_is_not_read(tmp_path):
