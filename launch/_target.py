@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ from _draft import DraftConfig, Eagle3Draft
 from _text import ASSETS, ByteTokenizer, Tokenizer
 
 from nccl_stream.eagle3 import eagle3_sample_bytes
+from nccl_stream.errors import ConfigError
 from nccl_stream.target import HFEagle3TargetModel
 from nccl_stream.target_head import TargetHead
 
@@ -18,13 +20,26 @@ HUB = "hf:"
 
 @dataclass(frozen=True)
 class Target:
-    """A frozen causal LM and its tokenizer."""
+    """A frozen causal LM and its tokenizer.
+
+    Args:
+        model: the causal LM.
+        tokenizer: what its ids mean.
+        aux_layers: the three decoder layers whose outputs the draft reads; None for EAGLE-3's usual ones.
+    """
 
     model: Any
     tokenizer: Tokenizer
+    aux_layers: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        try:
+            self.backend("logits")
+        except ConfigError as error:
+            raise SystemExit(f"--aux-layers: {error}") from error
 
     @classmethod
-    def load(cls, name: str, device: torch.device) -> Target:
+    def load(cls, name: str, device: torch.device, aux_layers: Sequence[int] | None = None) -> Target:
         """``"default"`` is the byte-level model in ``assets``; ``"hf:NAME_OR_PATH"`` any Hugging Face causal LM."""
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -34,11 +49,11 @@ class Target:
         path = name.removeprefix(HUB) if name.startswith(HUB) else str(ASSETS / "target")
         tokenizer = AutoTokenizer.from_pretrained(path) if name.startswith(HUB) else ByteTokenizer()
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device).eval().requires_grad_(False)
-        return cls(model, tokenizer)
+        return cls(model, tokenizer, None if aux_layers is None else tuple(aux_layers))
 
     def backend(self, supervision: str) -> HFEagle3TargetModel:
         """What turns prompts into supervision."""
-        return HFEagle3TargetModel(self.model, supervision=supervision)
+        return HFEagle3TargetModel(self.model, self.aux_layers, supervision=supervision)
 
     def head(self) -> TargetHead:
         """What turns last hidden states into the target's logits on the draft side."""

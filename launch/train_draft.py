@@ -51,6 +51,14 @@ def parse_arguments() -> argparse.Namespace:
     what = parser.add_argument_group("what is trained")
     what.add_argument("--target", default="default", help="'default' or hf:NAME_OR_PATH")
     what.add_argument(
+        "--aux-layers",
+        type=int,
+        nargs=3,
+        metavar="LAYER",
+        help="the target's layers that the draft reads, counted from 0 (default 1, the one before the middle, and the "
+        "fourth from the end); needed for a target of fewer than 7 layers",
+    )
+    what.add_argument(
         "--supervision",
         choices=("last_hidden_states", "logits"),
         default="last_hidden_states",
@@ -251,7 +259,7 @@ def run_streamed(arguments: argparse.Namespace, target: Target, dataset: Windows
     with nccl_stream.connect(num_targets=arguments.num_targets, run_id=arguments.run_id, config=config) as stream:
         if stream.role == "target":
             producer = nccl_stream.FeatureProducer(
-                target.backend(arguments.supervision), stream.store, run_id=stream.run_id
+                target.backend(arguments.supervision), stream.store, run_id=stream.run_id, donate=True
             )
             shard = stream.prompts(dataset, epochs=1, seed=arguments.seed)
             with nccl_stream.AsyncFeaturePipeline(producer, stream.queue, shard) as pipeline:
@@ -271,7 +279,7 @@ def main() -> None:
     arguments = parse_arguments()
     torch.set_num_threads(arguments.threads)
     device = pick_device(arguments.device)
-    target = Target.load(arguments.target, device)
+    target = Target.load(arguments.target, device, arguments.aux_layers)
     train_tokens, held_out = load_tokens(arguments.text, target.tokenizer)
     prompts = held_out_prompts(held_out, arguments.eval_prompts, length=min(64, arguments.seq_len))
     samples = arguments.steps * num_drafts(arguments)

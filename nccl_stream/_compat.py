@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable
 from typing import Any
 
 from nccl_stream.queue import Lease
 
-__all__ = ["accepts_keyword", "ack", "close_queue", "fail", "fail_for_good", "hand_back", "is_drained"]
+__all__ = [
+    "accepts_keyword",
+    "ack",
+    "close_queue",
+    "fail",
+    "fail_for_good",
+    "hand_back",
+    "is_drained",
+    "producers_wait",
+]
+
+logger = logging.getLogger(__name__)
 
 
 def accepts_keyword(function: Callable[..., object], name: str) -> bool:
@@ -37,11 +49,12 @@ def fail(queue: Any, lease: Lease, reason: BaseException) -> None:
 
 
 def fail_for_good(queue: Any, lease: Lease, reason: BaseException) -> None:
-    """Fail ``lease`` so that it does not come again, where the queue has a word for that; just fail it elsewhere."""
+    """Fail ``lease`` so that it does not come again; ack it where the queue has no other word for that."""
     if accepts_keyword(queue.fail, "final"):
         queue.fail(lease, reason=reason, final=True)
     else:
-        fail(queue, lease, reason)
+        logger.warning("sample %s is dropped: %s: %s", lease.ref.sample_id, type(reason).__name__, reason)
+        queue.ack(lease)
 
 
 def hand_back(queue: Any, lease: Lease) -> None:
@@ -58,6 +71,16 @@ def is_drained(queue: Any) -> bool:
         return bool(queue.is_drained)
     # In this order: once closed, refs only come back from leases, and leases are counted before pending refs.
     return bool(queue.is_closed and queue.outstanding_count() == 0 and queue.pending_count() == 0)
+
+
+def producers_wait(queue: Any, store: Any) -> bool:
+    """Whether nothing is pending, and nothing comes before a sample is released."""
+    if hasattr(queue, "producers_wait"):
+        return bool(queue.producers_wait)
+    # Such a queue may hold producers back at the high watermark, whoever waits.
+    return queue.pending_count() == 0 and bool(
+        store.health().high_watermark_hit or (hasattr(store, "is_full") and store.is_full())
+    )
 
 
 def close_queue(queue: Any, error: BaseException | None) -> None:

@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 _announced = threading.Lock()  # taken once, by whoever gives the warning
 
-_API_VERSION = 3
+_API_VERSION = 4
 _why_absent = ""
 native: Any = None
 try:

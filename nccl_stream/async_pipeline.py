@@ -81,10 +81,13 @@ class AsyncFeaturePipeline:
             watermarks while paused.
         stop_on_exhausted: Whether an exhausted source ends the pipeline; otherwise it is asked again, for sources that
             are filled while training goes on. An iterator that has ended stays ended.
+        skip_unsupervised: Leave out prompts whose samples would train nothing
+            (:meth:`FeatureProducer.is_worth_a_forward`), without a forward; :attr:`num_skipped` counts them.
 
     Raises:
         TypeError: ``prompt_source`` is neither callable nor iterable.
-        ConfigError: (a ``ValueError``) ``poll_interval`` is not positive.
+        ConfigError: (a ``ValueError``) ``poll_interval`` is not positive, or a producer of another kind cannot tell
+            which prompts to skip.
     """
 
     def __init__(
@@ -94,19 +97,30 @@ class AsyncFeaturePipeline:
         prompt_source: PromptSource | Iterator[_PromptBatch | _PackedPromptBatch | Tensor],
         poll_interval: float = 0.1,
         stop_on_exhausted: bool = True,
+        *,
+        skip_unsupervised: bool = False,
     ) -> None:
         if poll_interval <= 0:
             raise ConfigError(f"poll_interval must be positive, got {poll_interval}")
+        if skip_unsupervised and not hasattr(producer, "is_worth_a_forward"):
+            raise ConfigError(f"skip_unsupervised needs a FeatureProducer, got {type(producer).__name__}")
         self._producer = producer
         self._queue = queue
         self._next_prompt = _as_callable(prompt_source)
         self._poll_interval = poll_interval
         self._stop_on_exhausted = stop_on_exhausted
+        self._skip_unsupervised = skip_unsupervised
+        self._num_skipped = 0
         self._waits_for_room = _compat.accepts_keyword(producer.produce, "abort_when")
         self._thread: threading.Thread | None = None
         self._stop_event = threading.Event()
         self._error: BaseException | None = None
         self._lock = threading.Lock()
+
+    @property
+    def num_skipped(self) -> int:
+        """Prompts that were left out because their samples would train nothing."""
+        return self._num_skipped
 
     def start(self) -> None:
         """Start the thread ``streaming-async-producer``. Does nothing while it runs.
@@ -183,6 +197,8 @@ class AsyncFeaturePipeline:
         except BaseException as caught:
             logger.exception("producing failed; the queue is closed with this error")
             error = caught
+        if self._num_skipped:
+            logger.info("%d prompts were skipped: they supervise nothing", self._num_skipped)
         with self._lock:
             self._error = error
         _compat.close_queue(self._queue, error)
@@ -192,6 +208,9 @@ class AsyncFeaturePipeline:
 
     def _produce_one(self, prompt: object) -> None:
         arguments = _produce_arguments(prompt)
+        if self._skip_unsupervised and not self._producer.is_worth_a_forward(arguments["loss_mask"]):
+            self._num_skipped += 1
+            return
         if self._waits_for_room:
             arguments["abort_when"] = self._ending
         try:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from nccl_stream.errors import ConfigError
@@ -20,6 +21,9 @@ _SINGLE = "model.safetensors"
 
 _HEADS = ("lm_head", "embed_out")
 _NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f")
+_PARTS = ("weight", "bias", "norm_weight", "norm_bias")
+# Parts of modules that have norms and embeddings of their own: towers and what joins them, multi-token prediction.
+_ELSEWHERE = ("vision", "visual", "audio", "projector", "mtp")
 _EMBEDDINGS = ("embed_tokens", "wte", "embed_in", "word_embeddings", "embeddings")
 
 # Model types (prefixes) whose final norm multiplies by 1 + w.
@@ -47,8 +51,13 @@ class HeadTensors:
     centered: bool
 
 
-def read_head(path: Path, device: str) -> HeadTensors:
+def read_head(path: Path, device: str, given: Mapping[str, str] | None = None) -> HeadTensors:
     """Read head and final norm of the checkpoint in folder ``path``.
+
+    Args:
+        path: the folder.
+        device: where the tensors go.
+        given: the keys of some of the tensors, by their names in :class:`HeadTensors`; the others are found.
 
     Raises:
         ConfigError: (a ``ValueError``) a file is missing or malformed, or no tensor or several look like one of them.
@@ -56,23 +65,25 @@ def read_head(path: Path, device: str) -> HeadTensors:
     full = _read_json(path / "config.json")
     config = {**full, **(full.get("text_config") or {})}
     files = _files_of(path)
-    head = _find(files, _HEADS, "weight")
-    if head is None or full.get("tie_word_embeddings") is True:
-        tied = _find(files, _EMBEDDINGS, "weight")
-        if tied is None or (head is None and config.get("tie_word_embeddings") is False):
-            raise ConfigError(f"{path} holds no head: {_HEADS}, nor an embedding that it is tied to")
-        head = tied
-    norm = _find(files, _NORMS, "weight")
-    if norm is None:
-        raise ConfigError(f"{path} holds no final norm: one of {_NORMS} outside of the layers")
-    keys = {"weight": head, "norm_weight": norm}
-    for name, weight in (("bias", head), ("norm_bias", norm)):
+    keys = dict(given or {})
+    if unknown := sorted(keys.keys() - set(_PARTS)):
+        raise ConfigError(f"keys must name some of {list(_PARTS)}, got {unknown}")
+    if absent := sorted(set(keys.values()) - files.keys()):
+        raise ConfigError(f"{path} has no tensors {absent}")
+    if "weight" not in keys:
+        keys["weight"] = _find_head(path, files, full.get("tie_word_embeddings"), config.get("tie_word_embeddings"))
+    if "norm_weight" not in keys:
+        norm = _find(files, _NORMS, "norm_weight")
+        if norm is None:
+            raise ConfigError(f"{path} holds no final norm: one of {_NORMS} outside of the layers")
+        keys["norm_weight"] = norm
+    for name, weight in (("bias", keys["weight"]), ("norm_bias", keys["norm_weight"])):
         bias = weight.removesuffix("weight") + "bias"
         if bias in files:
-            keys[name] = bias
+            keys.setdefault(name, bias)
     tensors: dict[str, Tensor] = {}
     for name, key in keys.items():
-        with safe_open(path / files[key], framework="pt", device=device) as file:
+        with _named(path / files[key]), safe_open(path / files[key], framework="pt", device=device) as file:
             tensors[name] = file.get_tensor(key)
     kind = str(config.get("model_type", ""))
     eps = next((config[name] for name in ("rms_norm_eps", *_LAYER_NORM_EPS) if name in config), 1e-6)
@@ -93,7 +104,7 @@ def _files_of(path: Path) -> dict[str, str]:
         return weight_map
     if not (path / _SINGLE).is_file():
         raise ConfigError(f"{path} holds neither {_SINGLE} nor {_INDEX}")
-    with safe_open(path / _SINGLE, framework="pt") as file:
+    with _named(path / _SINGLE), safe_open(path / _SINGLE, framework="pt") as file:
         return dict.fromkeys(file.keys(), _SINGLE)
 
 
@@ -107,15 +118,41 @@ def _read_json(path: Path) -> dict[str, Any]:
     return parsed
 
 
-def _find(keys: Iterable[str], modules: tuple[str, ...], leaf: str) -> str | None:
-    """Return the one key whose last module is among ``modules`` and that is not inside of a layer or a tower."""
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
 
-    def outside(key: str) -> bool:
-        parts = key.split(".")
-        return not any(part.isdigit() or "vision" in part or "visual" in part or "audio" in part for part in parts)
 
-    ends: Callable[[str], bool] = lambda key: key.split(".")[-2:] in [[module, leaf] for module in modules]  # noqa: E731
-    found = [key for key in keys if ends(key) and outside(key)]
+def _find_head(path: Path, keys: Collection[str], tied: object, text_tied: object) -> str:
+    head = _find(keys, _HEADS, "weight")
+    if head is not None and tied is not True:
+        return head
+    embedding = _find(keys, _EMBEDDINGS, "weight")
+    if embedding is None or (head is None and text_tied is False):
+        raise ConfigError(f"{path} holds no head: {_HEADS}, nor an embedding that it is tied to")
+    return embedding
+
+
+def _find(keys: Collection[str], modules: tuple[str, ...], part: str) -> str | None:
+    """Return the one weight whose module is among ``modules`` and that is not inside of a layer or elsewhere.
+
+    Of several, the one of the module that has the layers.
+    """
+    paths = {key: key.split(".") for key in keys}
+    found = [
+        key
+        for key, path in paths.items()
+        if path[-1] == "weight"
+        and path[-2:-1] in [[module] for module in modules]
+        and not any(name.isdigit() or any(other in name for other in _ELSEWHERE) for name in path)
+    ]
     if len(found) > 1:
-        raise ConfigError(f"cannot tell which of {sorted(found)} is meant")
+        # Of "model.layers.0. ..." it is "model".
+        owners = [path[: at - 1] for path in paths.values() for at, name in enumerate(path) if at and name.isdigit()]
+        found = [key for key in found if paths[key][:-2] in owners] or found
+    if len(found) > 1:
+        raise ConfigError(f"cannot tell which of {sorted(found)} is meant: say it with keys={{{part!r}: ...}}")
     return found[0] if found else None

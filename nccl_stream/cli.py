@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import signal
+import socket
 import sys
 import threading
 
@@ -11,13 +12,19 @@ from nccl_stream.coordination.kv import tcp_store
 
 __all__ = ["main"]
 
+EVERY_INTERFACE = ("0.0.0.0", "::")
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     parser = argparse.ArgumentParser(prog="nccl-stream", description="Feature streaming for draft-model training.")
     commands = parser.add_subparsers(dest="command", required=True)
     store = commands.add_parser("store", help="keep a store that target and draft launches meet at, until interrupted")
-    store.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    store.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="address to listen on (default: %(default)s, which other hosts cannot reach; 0.0.0.0 is every interface)",
+    )
     store.add_argument("--port", type=int, default=29600, help="port; 0 picks a free one (default: %(default)s)")
     options = parser.parse_args(arguments)
     return _keep_store(options.host, options.port)
@@ -33,7 +40,8 @@ def _keep_store(host: str, port: int) -> int:
     done = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: done.set())
-    sys.stdout.write(f"nccl-stream store: tcp://{host}:{bound} (no authentication: keep it on a private network)\n")
+    name = socket.gethostname() if host in EVERY_INTERFACE else host
+    sys.stdout.write(f"nccl-stream store: tcp://{name}:{bound} (no authentication: keep it on a private network)\n")
     sys.stdout.flush()
     while not done.wait(1.0):
         pass

@@ -19,6 +19,7 @@ Staging = Literal["device", "pinned", "auto"]
 
 MIB = 1024 * 1024
 ALIGN_BYTES = 256  # slots and their features start on such boundaries
+LONGEST_S = 30 * 24 * 3600  # longer than any wait makes sense, and well within what torch and the system can count
 # kStreamsPerPool of torch's c10/cuda/CUDAStream.cpp is 32: two for each link, two for the trainer's group and copies.
 APART_CUDA_LINKS = 15
 
@@ -63,7 +64,8 @@ class StreamConfig:
         chunk_bytes: largest single transfer operation; a multiple of 256.
         depth: transfer operations in flight per link.
         on_loss: whether samples that died with their owner raise at once (``"raise"``) or only when no owner remains.
-        issue: NCCL calls come from a thread of the package (``"thread"``) or from ``stream.pump()`` (``"pump"``).
+        issue: NCCL calls come from a thread of the package (``"thread"``), or from the threads that call
+            ``stream.pump()`` or wait in the package for something (``"pump"``).
         check_finite: refuse samples with NaN or infinite values at put; costs a pass over every sample.
         staging: where a target's samples wait for their drafts. ``"device"``: on the GPU; ``"pinned"``: in page-locked
             memory of the host, to which they move at put; ``"auto"``: on the GPU up to ``device_bytes``, then in the
@@ -72,6 +74,8 @@ class StreamConfig:
         verify_checksums: send a CRC-32C of every sample along and compare it with what arrived, before anybody sees it;
             costs two passes over every sample. What differs counts as a failed delivery. On a GPU, for debugging: the
             thread that serves the links waits for the pass.
+        max_shared_bytes: most that one target may share with the drafts in all (:meth:`Stream.share`), and that a draft
+            reads under one name. The process that hosts the control store keeps all of it in memory until the run ends.
         poison: overwrite receive memory when it is freed, to see uses after free. For debugging.
     """
 
@@ -104,24 +108,26 @@ class StreamConfig:
     staging: Staging = "auto"
     device_bytes: int | None = None
     verify_checksums: bool = False
+    max_shared_bytes: int = 8192 * MIB
     poison: bool = False
 
     def __post_init__(self) -> None:
         for name in ("max_sample_bytes", "arena_bytes", "max_bytes", "batch_size", "accumulation", "announce_window",
-                     "chunk_bytes", "depth"):  # fmt: skip
-            self._check_positive(name, int)
+                     "chunk_bytes", "depth", "max_shared_bytes"):  # fmt: skip
+            self._check_count(name, least=1)
+        self._check_count("max_failures", least=0)
+        for name, least in (("max_samples", 1), ("fanout", 1), ("device_bytes", 0), ("high_watermark_bytes", 0),
+                            ("low_watermark_bytes", 0)):  # fmt: skip
+            self._check_count(name, least=least, optional=True)
         for name in ("lease", "heartbeat", "death_timeout", "connect_timeout", "transfer_timeout", "held_timeout"):
-            self._check_positive(name, (int, float))
+            self._check_seconds(name)
+        if self.draft_restart_timeout is not None:
+            self._check_seconds("draft_restart_timeout", zero=True)
+        for name in ("check_finite", "verify_checksums", "poison"):
+            if type(getattr(self, name)) is not bool:
+                raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if self.chunk_bytes % ALIGN_BYTES:
             raise ConfigError(f"chunk_bytes must be a multiple of {ALIGN_BYTES}, got {self.chunk_bytes}")
-        if type(self.max_failures) is not int or self.max_failures < 0:
-            raise ConfigError(f"max_failures must be 0 or more, got {self.max_failures!r}")
-        if self.max_samples is not None:
-            self._check_positive("max_samples", int)
-        if self.device_bytes is not None and (type(self.device_bytes) is not int or self.device_bytes < 0):
-            raise ConfigError(f"device_bytes must be None or 0 and more, got {self.device_bytes!r}")
-        if self.fanout is not None:
-            self._check_positive("fanout", int)
         for name, choices in (
             ("assignment", ("demand", "static")),
             ("end", ("drop", "pad", "ragged")),
@@ -137,6 +143,8 @@ class StreamConfig:
                 "a slow rank would be declared dead"
             )
         if self.device is not None:
+            if not isinstance(self.device, str | torch.device):
+                raise ConfigError(f"device must be a name such as 'cpu' or 'cuda:0', got {self.device!r}")
             try:
                 torch.device(self.device)
             except RuntimeError as exc:
@@ -147,10 +155,18 @@ class StreamConfig:
                 f"high={self.high_watermark}, max_bytes={self.max_bytes}"
             )
 
-    def _check_positive(self, name: str, kind: type | tuple[type, ...]) -> None:
+    def _check_count(self, name: str, *, least: int, optional: bool = False) -> None:
         value = getattr(self, name)
-        if isinstance(value, bool) or not isinstance(value, kind) or not float(value) > 0:  # type: ignore[arg-type]
-            raise ConfigError(f"{name} must be positive, got {value!r}")
+        if (value is None and optional) or (type(value) is int and value >= least):
+            return
+        raise ConfigError(f"{name} must be an int of {least} or more{', or None' * optional}; got {value!r:.80}")
+
+    def _check_seconds(self, name: str, *, zero: bool = False) -> None:
+        value = getattr(self, name)
+        good = isinstance(value, int | float) and not isinstance(value, bool)
+        if not good or not 0 <= value <= LONGEST_S or (value == 0 and not zero):
+            least = "0 or more" if zero else "positive"
+            raise ConfigError(f"{name} must be {least}, in seconds, and at most {LONGEST_S}; got {value!r:.80}")
 
     @property
     def high_watermark(self) -> int:
@@ -172,11 +188,15 @@ class StreamConfig:
         """Samples one draft consumes per round."""
         return self.batch_size * self.accumulation
 
+    def resident_cap(self, num_drafts: int) -> int:
+        """Most bytes of samples that a target holds: a draft that lacks samples may always be given a round."""
+        return self.max_bytes + num_drafts * self.samples_per_round * self.max_sample_bytes
+
     def slot_bytes(self) -> int:
         """Upper bound of a receive slot for the largest sample: its features, their alignment and the header.
 
-        A thousand features of odd sizes waste up to 256 bytes each; one part in 64 covers usual samples, and a sample
-        that still does not fit is refused at put.
+        Every feature wastes up to 256 bytes; one part in 64 and 64 KiB more cover usual samples. A sample of so many
+        features that it takes more is refused at put, with the ``max_sample_bytes`` that would do.
         """
         return slot_bound(self.max_sample_bytes)
 
@@ -242,3 +262,11 @@ class StreamConfig:
 def slot_bound(max_sample_bytes: int) -> int:
     """See :meth:`StreamConfig.slot_bytes`."""
     return max_sample_bytes + max_sample_bytes // 64 + 64 * 1024
+
+
+def least_sample_bytes(slot_bytes: int) -> int:
+    """The least ``max_sample_bytes`` with which drafts count on slots of so many bytes."""
+    least = max(1, (slot_bytes - 64 * 1024) * 64 // 65)
+    while slot_bound(least) < slot_bytes:
+        least += 1
+    return least

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import threading
 import time
 import weakref
@@ -15,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -27,13 +29,17 @@ __all__ = [
     "DeviceStager",
     "Stream",
     "aside",
+    "at_device",
     "beside_captures",
     "device_crc32c",
     "device_pack",
     "device_unpack",
+    "has_kernels",
     "is_available",
     "on_stream",
 ]
+
+logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 4 << 20  # 0.1 ms on PCIe 4: what a copy may have to wait for another one's
 STREAMS = 4
@@ -57,8 +63,24 @@ class Stream(Protocol):
 
 @lru_cache(maxsize=1)
 def is_available() -> bool:
-    """Whether the compiled core has its CUDA part and this process sees a GPU."""
+    """Whether the compiled core has its CUDA part and this process sees a GPU: what copies need."""
     return _core.cuda_compiled() and _native.device_count() > 0
+
+
+@lru_cache(maxsize=64)
+def has_kernels(device: torch.device) -> bool:
+    """Whether this GPU can run the compiled core's kernels; older generations than it was built for cannot."""
+    return is_available() and _finds_kernels(device, _native.cuda_runtime())
+
+
+def _finds_kernels(device: torch.device, runtime: Any) -> bool:
+    try:
+        with at_device(device):
+            _call(_native.find_kernels, runtime, device.index or 0)
+    except DeviceError as error:
+        logger.warning("torch packs on %s, and checksums are computed on the host: %s", device, error)
+        return False
+    return True
 
 
 @lru_cache(maxsize=1)
@@ -108,9 +130,14 @@ def aside(device: torch.device) -> AbstractContextManager[None]:
     return on_stream(_side_stream(device)) if device.type == "cuda" else nullcontext()
 
 
-def _at(device: torch.device) -> AbstractContextManager[object]:
-    """Make a device the current one. The core would do it itself, but leave a context on the former one."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+@contextlib.contextmanager
+def at_device(device: torch.device) -> Iterator[None]:
+    """Make a device the current one, for a call into CUDA from any thread; with :func:`beside_captures`.
+
+    The core would set the device itself, but leave a context on the former one.
+    """
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext(), beside_captures():
+        yield
 
 
 def _call(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
@@ -127,8 +154,9 @@ class DeviceCopy:
     Whoever drops it does not stop the copy, and the memory on both sides stays until it is over.
     """
 
-    def __init__(self, native: Any) -> None:
+    def __init__(self, native: Any, device: torch.device) -> None:
         self._native = native
+        self._device = device
 
     def done(self) -> bool:
         """Whether the bytes are in place and neither side is touched any more. Does not block.
@@ -136,7 +164,8 @@ class DeviceCopy:
         Raises:
             DeviceError: the device reports an error.
         """
-        return bool(_call(self._native.done))
+        with at_device(self._device):
+            return bool(_call(self._native.done))
 
     def wait(self, timeout: float | None = None) -> None:
         """Block until it is over.
@@ -145,7 +174,9 @@ class DeviceCopy:
             TimeoutError: it was not within ``timeout`` seconds.
             DeviceError: the device reports an error.
         """
-        if not _call(self._native.wait, -1.0 if timeout is None else max(0.0, timeout)):
+        with at_device(self._device):
+            over = _call(self._native.wait, -1.0 if timeout is None else max(0.0, timeout))
+        if not over:
             raise TimeoutError(f"the copy was not over within {timeout:g} s")
 
 
@@ -182,7 +213,8 @@ class DeviceStager:
         finalizer = weakref.finalize(self, _orphans.extend, self._in_progress)
         finalizer.atexit = False
         runtime = _native.cuda_runtime() if runtime is None else runtime
-        self._native = _call(_native.Stager, runtime, self.device.index or 0, chunk_bytes, streams)
+        with at_device(self.device):
+            self._native = _call(_native.Stager, runtime, self.device.index or 0, chunk_bytes, streams)
 
     def copy(
         self,
@@ -218,10 +250,8 @@ class DeviceStager:
         with self._lock:
             if self._closed:
                 raise ClosedError("copy: the stager is closed")
-            while self._in_progress and self._in_progress[0][0].done():
-                self._in_progress.popleft()
-            _forget_orphans()
-            with _at(self.device):
+            self._forget()
+            with at_device(self.device):
                 native = _call(
                     self._native.copy,
                     destination.data_ptr(),
@@ -231,10 +261,28 @@ class DeviceStager:
                     before=None if before is None else before.cuda_stream,
                     behind=[copy._native for copy in behind],
                 )
-            copy = DeviceCopy(native)
+            copy = DeviceCopy(native, self.device)
             # Neither side may go to somebody else meanwhile, whatever the caller does with its references.
             self._in_progress.append((copy, destination, source))
             return copy
+
+    def sweep(self) -> None:
+        """Let go of the memory of copies that are over. Never blocks; any thread may call it."""
+        if not self._lock.acquire(blocking=False):
+            return  # whoever holds it does the same
+        try:
+            if not self._closed:
+                self._forget()
+        except DeviceError:
+            pass  # nobody can tell any more what is over; the next copy raises
+        finally:
+            self._lock.release()
+
+    def _forget(self) -> None:
+        """The lock is held."""
+        while self._in_progress and self._in_progress[0][0].done():
+            self._in_progress.popleft()
+        _forget_orphans()
 
     def close(self, timeout: float = CLOSE_S) -> bool:
         """Take no more copies and wait for those in progress, at most ``timeout`` seconds. Idempotent.
@@ -272,6 +320,26 @@ def _forget_orphans() -> None:
             _orphans.append(orphan)
 
 
+def is_expanded(tensor: torch.Tensor) -> bool:
+    """Whether elements of the tensor share memory because it was expanded."""
+    return tensor.numel() > 0 and any(n > 1 and not step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _check_slot(slot: torch.Tensor) -> None:
+    if slot.dtype != torch.uint8 or slot.dim() != 1 or not slot.is_contiguous() or slot.is_meta:
+        raise MisuseError(f"a slot is flat, contiguous uint8 memory, got {slot.dtype} {tuple(slot.shape)}")
+
+
+def _check_dense(tensor: torch.Tensor, slot: torch.Tensor) -> None:
+    if tensor.device != slot.device:
+        raise MisuseError(f"the slot is on {slot.device}, a tensor on {tensor.device}")
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+        raise MisuseError(
+            f"only dense tensors can be moved, without lazy conj or neg bits, got {tensor.layout} {tensor.dtype}; "
+            "resolve_conj() and resolve_neg() first"
+        )
+
+
 def _move(
     tensors: Sequence[torch.Tensor],
     slot: torch.Tensor,
@@ -280,18 +348,29 @@ def _move(
     stream: Stream,
     runtime: Any,
 ) -> None:
-    described = []
-    flats = []
+    _check_slot(slot)
+    if len(tensors) != len(offsets):
+        raise MisuseError(f"{len(tensors)} tensors, but {len(offsets)} offsets")
+    described, flats, places = [], [], []
     for tensor, offset in zip(tensors, offsets, strict=True):
+        _check_dense(tensor, slot)
+        if not gather and is_expanded(tensor):
+            raise MisuseError(f"cannot write into an expanded tensor: {tuple(tensor.shape)}, strides {tensor.stride()}")
         if offset < 0 or offset + tensor.nbytes > slot.numel():
             raise MisuseError(f"a tensor of {tensor.nbytes} bytes at {offset} is outside of {slot.numel()} bytes")
-        if tensor.device != slot.device:
-            raise MisuseError(f"the slot is on {slot.device}, a tensor on {tensor.device}")
+        if tensor.nbytes:
+            places.append((offset, offset + tensor.nbytes))
         described.append((tensor.data_ptr(), tensor.dtype.itemsize, list(tensor.shape), list(tensor.stride())))
         flats.append(slot.data_ptr() + offset)
+    for (_, end), (start, _) in pairwise(sorted(places)):
+        if start < end:
+            raise MisuseError(f"the places of two tensors overlap: one ends at {end}, the next begins at {start}")
+    for tensor in (*tensors, slot):
+        if tensor.is_cuda:  # or its memory could go to somebody else before the kernel has run
+            tensor.record_stream(stream)  # type: ignore[arg-type]
     runtime = _native.cuda_runtime() if runtime is None else runtime
     try:
-        with _at(slot.device):
+        with at_device(slot.device):
             _call(_native.device_move, runtime, slot.device.index or 0, described, flats, gather, stream.cuda_stream)
     except ValueError as error:
         raise MisuseError(f"these tensors cannot be moved by the packing kernel: {error}") from error
@@ -302,17 +381,19 @@ def device_pack(
 ) -> None:
     """Copy tensors of any dtype and strides into a slot, each contiguous at its offset; one kernel for 24 of them.
 
-    Queues work on ``stream`` and returns. Bytes are copied: no lazy conj or neg bit is looked at.
+    Queues work on ``stream`` and returns. Memory of torch's allocator may be dropped then: nobody else gets it before
+    the stream has come to it. Other memory, such as an arena's, its owner must keep until then.
 
     Args:
         tensors: on the slot's device. After merging what is contiguous, up to 8 dimensions may be left.
         slot: ``[n] uint8``, contiguous.
         offsets: bytes.
-        stream: where the kernel runs.
+        stream: where the kernel runs; for CUDA tensors a ``torch.cuda.Stream``.
         runtime: for tests.
 
     Raises:
-        MisuseError: a tensor elsewhere, one that does not fit, or with too many dimensions.
+        MisuseError: a slot of another kind; a tensor elsewhere, not dense, with a lazy conj or neg bit, that does not
+            fit, or with too many dimensions; two places that overlap. Nothing was queued.
         DeviceError: a CUDA call failed.
     """
     _move(tensors, slot, offsets, True, stream, runtime)
@@ -321,8 +402,16 @@ def device_pack(
 def device_unpack(
     slot: torch.Tensor, offsets: Sequence[int], tensors: Sequence[torch.Tensor], *, stream: Stream, runtime: Any = None
 ) -> None:
-    """The way back: as :func:`device_pack`, out of the slot into the tensors, whose elements must not overlap."""
+    """The way back: as :func:`device_pack`, out of the slot into the tensors. Autograd learns that they have changed.
+
+    Raises:
+        MisuseError: as for :func:`device_pack`, or a tensor that is expanded.
+        DeviceError: a CUDA call failed.
+    """
     _move(tensors, slot, offsets, False, stream, runtime)
+    for tensor in tensors:
+        if not tensor.is_inference():
+            torch.autograd.graph.increment_version(tensor)
 
 
 def device_crc32c(

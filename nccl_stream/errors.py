@@ -106,7 +106,7 @@ class LinkTimeoutError(LinkError, TimeoutError):
 
 
 class VersionMismatchError(LinkError):
-    """The two ends run versions of torch or NCCL that cannot talk to each other."""
+    """The two ends run versions of this package, torch or NCCL that cannot talk to each other."""
 
 
 class PeerLostError(NcclStreamError, RuntimeError):

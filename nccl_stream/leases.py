@@ -73,19 +73,22 @@ class Lease:
 
 @dataclass(frozen=True)
 class DeadLetter:
-    """A ref whose retry budget is spent.
+    """A ref that does not come again by itself: its retry budget is spent, or it was failed for good.
 
     Attributes:
-        ref: the ref; its sample is still in the store.
+        ref: the ref.
         reason: why the last delivery ended.
         delivery_count: how often it was handed out.
         last_owner: who held it last.
+        is_stored: whether its sample is still in the store. Only then can it be redriven; otherwise it has to be
+            produced anew, which takes the letter's place.
     """
 
     ref: SampleRef
     reason: str
     delivery_count: int
     last_owner: str
+    is_stored: bool = True
 
 
 class FailOutcome(Enum):
@@ -167,6 +170,7 @@ class LeaseTable:
         self._pending: OrderedDict[SampleKey, _Entry] = OrderedDict()
         self._leased: dict[SampleKey, _Entry] = {}
         self._dead: OrderedDict[SampleKey, DeadLetter] = OrderedDict()
+        self._dead_samples = 0
         self._dead_bytes = 0
         # (deadline, lease id, key); entries of ended or extended leases are skipped when they come up.
         self._deadlines: list[tuple[float, int, SampleKey]] = []
@@ -189,8 +193,13 @@ class LeaseTable:
         return len(self._dead)
 
     @property
+    def dead_samples(self) -> int:
+        """Dead letters held whose sample is still in the store."""
+        return self._dead_samples
+
+    @property
     def dead_bytes(self) -> int:
-        """Bytes of the samples behind the dead letters held."""
+        """Bytes of the samples that are still in the store behind the dead letters held."""
         return self._dead_bytes
 
     @property
@@ -205,9 +214,15 @@ class LeaseTable:
             MisuseError: (``ValueError``) its sample is pending, leased or a dead letter.
         """
         key = sample_key(ref)
-        for state, where in (("pending", self._pending), ("leased", self._leased), ("a dead letter", self._dead)):
-            if key in where:
-                raise MisuseError(f"sample {ref.sample_id!r} is already present in the queue: it is {state}")
+        if key in self._pending:
+            state = "pending"
+        elif key in self._leased:
+            state = "leased"
+        elif key in self._dead and self._dead[key].is_stored:
+            state = "a dead letter"
+        else:
+            return
+        raise MisuseError(f"sample {ref.sample_id!r} is already present in the queue: it is {state}")
 
     def put(self, ref: SampleRef) -> bool:
         """Append ``ref`` to the pending ones.
@@ -220,6 +235,7 @@ class LeaseTable:
         """
         self.check_new(ref)
         key = sample_key(ref)
+        self._dead.pop(key, None)  # one whose sample is gone: this is the sample anew
         self._pending[key] = _Entry(ref)
         self.counts.put += 1
         if key not in self._recent_acks:
@@ -268,7 +284,10 @@ class LeaseTable:
         return True
 
     def fail(self, lease: Lease, reason: str = "failed by its consumer", *, final: bool = False) -> FailOutcome:
-        """End a lease and put its ref at the tail; or among the dead letters, if its budget is spent or ``final``."""
+        """End a lease and put its ref at the tail; or among the dead letters, if its budget is spent or ``final``.
+
+        ``final``: its sample is gone, or nobody can read it.
+        """
         entry = self._end(lease)
         if entry is None:
             return FailOutcome.STALE
@@ -370,11 +389,12 @@ class LeaseTable:
         """Make a dead letter pending again, with a fresh budget.
 
         Returns:
-            False when there is no such dead letter.
+            False when there is no such dead letter, or its sample is gone.
         """
-        letter = self._pop_dead(key)
-        if letter is None:
+        letter = self._dead.get(key)
+        if letter is None or not letter.is_stored:
             return False
+        self._pop_dead(key)
         self._pending[key] = _Entry(letter.ref)
         self.counts.dead -= 1
         self.counts.redriven += 1
@@ -384,7 +404,7 @@ class LeaseTable:
         """Forget the dead letters and return them; they stay in the totals. Their samples are the caller's now."""
         letters = list(self._dead.values())
         self._dead.clear()
-        self._dead_bytes = 0
+        self._dead_samples = self._dead_bytes = 0
         return letters
 
     def _live(self, lease: Lease) -> _Entry | None:
@@ -404,9 +424,11 @@ class LeaseTable:
         key = sample_key(entry.ref)
         entry.lease = None
         if final or (self.max_redeliveries is not None and entry.redelivery_count >= self.max_redeliveries):
-            self._dead[key] = DeadLetter(entry.ref, reason, entry.redelivery_count + 1, owner)
-            self._dead_bytes += entry.ref.estimated_bytes
+            self._dead[key] = DeadLetter(entry.ref, reason, entry.redelivery_count + 1, owner, is_stored=not final)
             self.counts.dead += 1
+            if not final:
+                self._dead_samples += 1
+                self._dead_bytes += entry.ref.estimated_bytes
             return False
         entry.redelivery_count += 1
         self._pending[key] = entry
@@ -414,7 +436,8 @@ class LeaseTable:
 
     def _pop_dead(self, key: SampleKey) -> DeadLetter | None:
         letter = self._dead.pop(key, None)
-        if letter is not None:
+        if letter is not None and letter.is_stored:
+            self._dead_samples -= 1
             self._dead_bytes -= letter.ref.estimated_bytes
         return letter
 

@@ -30,7 +30,7 @@ from nccl_stream.errors import (
     StreamLostError,
 )
 from nccl_stream.queue import Lease, SampleRefQueue
-from nccl_stream.refs import FeatureAlgorithm
+from nccl_stream.refs import FeatureAlgorithm, SampleRef
 from nccl_stream.renewal import LeaseRenewer
 from nccl_stream.schema import schema_of, validate_ref
 from nccl_stream.store import FeatureStore, StoreHandle
@@ -58,7 +58,8 @@ class FeatureDataLoader(IterableDataset[Any]):
 
     A batch is one sample, or several: ``batch_size`` of them, as many as fit ``max_tokens``, or both. They are joined
     along their rows, shorter ones padded on the right without loss or attention, unless ``collate_fn`` does otherwise.
-    Only the last batch may have fewer samples than were asked for, besides one of whose samples could not be fetched.
+    Only the last batch may have fewer samples than were asked for, besides one of whose samples could not be fetched,
+    and one that takes all that the store has room for.
 
     The samples of a batch are acked, and then their store handles released, on the next pull, so that the trainer can
     use a batch for a whole step. Iteration ends when the queue is closed and nothing is pending or leased any more, by
@@ -102,7 +103,8 @@ class FeatureDataLoader(IterableDataset[Any]):
         max_tokens: Most tokens of a batch, padding included (rows times the longest). A longer sample comes alone.
         length_buckets: Ascending upper bounds of lengths; a batch takes its samples from between two of them. Samples
             that wait for their batch are leased and occupy memory.
-        vocabulary: The draft vocabulary of this side. Samples over another one are refused.
+        vocabulary: The draft vocabulary of this side. Samples over another one are refused, and so are those that do
+            not say over which one they are. Without it nothing is compared.
         chunk_policy: Which pieces of a streamed sample make a batch; an item is a piece. The sample's window must hold
             the longest chunk with its context, and one piece more. Chunks of several samples are not joined.
 
@@ -147,6 +149,7 @@ class FeatureDataLoader(IterableDataset[Any]):
         self._poll_interval = acquire_poll_interval
         self._ack_on_next = ack == "next"
         self._vocabulary = vocabulary
+        self._warned_of_vocabulary = False
         self._collate: Callable[[list[FeatureBatch]], Any] = collate if collate_fn is None else collate_fn
         # Streams say how many samples a step of this rank consumes; their memory is sized for that.
         self._per_round: int | None = getattr(queue, "samples_per_round", None)
@@ -211,9 +214,12 @@ class FeatureDataLoader(IterableDataset[Any]):
             StopIteration: The queue is drained, or the loader closed.
             ProducerFailedError: The producing side failed, and what it had produced is consumed.
             MisuseError: (a ``ValueError``) a ref is for another algorithm, and stays in the queue; samples cannot be
-                joined, and are failed; with ``ack="step"``, a whole round was yielded without a :meth:`step`; this is
-                another process than the one that made the loader.
-            SchemaError: (a ``ValueError``) a ref breaks its schema; it and its stored sample are dropped for good.
+                joined, and are failed; with ``ack="step"``, as many samples as the store or a round holds were yielded
+                without a :meth:`step`; this is another process than the one that made the loader.
+            SchemaError: (a ``ValueError``) a ref breaks its schema; its stored sample is dropped for good, and it
+                becomes a dead letter.
+            SampleNotFoundError: (a ``KeyError``) a sample is gone from the store; its ref becomes a dead letter. One of
+                another store is failed.
             StreamBrokenError: The producer of a streamed sample failed or died; says how far it got. The sample does
                 not come again.
             StreamLostError: A streamed sample cannot be read from its beginning any more. It does not come again.
@@ -404,9 +410,12 @@ class FeatureDataLoader(IterableDataset[Any]):
 
     def _refuse(self, lease: Lease, error: BaseException) -> None:
         """The sample could not be materialized."""
-        if isinstance(error, SchemaError):
-            self._drop_for_good(lease)
-        elif isinstance(error, (StreamBrokenError, StreamLostError)):
+        if isinstance(error, KeyError):
+            # A sample of another store may be found by another loader; one that is gone, by nobody.
+            for_good = lease.ref.store_uri == getattr(self._store, "store_uri", lease.ref.store_uri)
+        else:
+            for_good = isinstance(error, (SchemaError, StreamBrokenError, StreamLostError))
+        if for_good:
             self._drop_for_good(lease, error)
         else:
             self._give_back(lease, error)
@@ -456,7 +465,7 @@ class FeatureDataLoader(IterableDataset[Any]):
             with self._lock:
                 self._waiting.skip()
             if isinstance(error, SchemaError):
-                self._drop_for_good(lease)
+                self._drop_for_good(lease, error)
             else:
                 self._give_back(lease, error)
             raise
@@ -469,12 +478,22 @@ class FeatureDataLoader(IterableDataset[Any]):
     def _next_lease(self) -> Lease | None:
         """Wait for a lease; None at the end, and when what waits here had better be used first."""
         started = logged = time.monotonic()
+        blocks = False
         while not self._closed:
             lease = self._queue.acquire(self._poll_interval)
             if lease is not None:
                 return lease
-            if self._at_end() or self._blocks_producers():
+            if self._at_end():
                 return None
+            # Only the second look counts: at the first, the last sample may be stored and its ref not queued yet.
+            blocked, blocks = blocks, self._blocks_producers()
+            if blocked and blocks:
+                if self._waiting:
+                    return None
+                raise MisuseError(
+                    f"{len(self.sample_ids)} samples were yielded without a step(), and the store has no room for "
+                    "another one: call loader.step() more often, or raise the caps of the store"
+                )
             now = time.monotonic()
             if now - logged >= WAITING_LOG_S:
                 logged = now
@@ -488,6 +507,8 @@ class FeatureDataLoader(IterableDataset[Any]):
                     len(self._waiting),
                     len(self.sample_ids),
                 )
+                if self._per_round is None and self._waiting and self._store.health().high_watermark_hit:
+                    return None  # Producers that nobody here knows of may go by the watermark.
         return None
 
     def _at_end(self) -> bool:
@@ -497,13 +518,15 @@ class FeatureDataLoader(IterableDataset[Any]):
         return self._queue.is_closed and self._queue.pending_count() == 0
 
     def _blocks_producers(self) -> bool:
-        """Whether the store is full while samples wait here for their batch: nothing more would ever come.
+        """Whether producers wait for room that only this loader can make: nothing more would ever come.
 
         A stream has room for its whole round, and counts on full batches.
         """
-        if self._per_round is not None or not self._waiting or self._queue.pending_count():
+        if self._per_round is not None or not _compat.producers_wait(self._queue, self._store):
             return False
-        return self._store.health().high_watermark_hit
+        # What waits here can be used. What waits for its step cannot, but others may settle theirs.
+        num_held = len(self.sample_ids)
+        return bool(self._waiting) or 0 < num_held >= self._queue.outstanding_count()
 
     def _materialize(self, lease: Lease) -> tuple[FeatureBatch, StoreHandle | None]:
         ref = lease.ref
@@ -511,8 +534,7 @@ class FeatureDataLoader(IterableDataset[Any]):
             device = getattr(self._store, "device", None)
             tensors = schema_of(ref.algorithm).padding(ref, device)
             return batch_of(ref.algorithm, tensors, attributes=ref.attributes), None
-        if self._vocabulary is not None and VOCABULARY_ATTRIBUTE in ref.attributes:
-            self._vocabulary.require_same(ref.attributes[VOCABULARY_ATTRIBUTE], f"the target of {ref.sample_id!r}")
+        self._check_vocabulary(ref)
         if ref.stream is not None:
             return self._streamed.next_batch(lease), None
         tensors, handle = self._store.get(ref)
@@ -524,14 +546,22 @@ class FeatureDataLoader(IterableDataset[Any]):
             raise
         return batch, handle
 
-    def _drop_for_good(self, lease: Lease, error: BaseException | None = None) -> None:
+    def _check_vocabulary(self, ref: SampleRef) -> None:
+        if self._vocabulary is not None:
+            self._vocabulary.require_same_in(ref)
+        elif VOCABULARY_ATTRIBUTE in ref.attributes and not self._warned_of_vocabulary:
+            self._warned_of_vocabulary = True
+            logger.warning(
+                "sample %s is over a draft vocabulary, and nobody compares it with this rank's: give the loader "
+                "vocabulary=",
+                ref.sample_id,
+            )
+
+    def _drop_for_good(self, lease: Lease, error: BaseException) -> None:
         self._renewer.drop(lease)
         self._streamed.close(lease)
-        if error is None:
-            _compat.ack(self._queue, lease)
-        else:
-            _compat.fail_for_good(self._queue, lease, error)
-        if isinstance(error, StreamLostError):
+        _compat.fail_for_good(self._queue, lease, error)
+        if isinstance(error, (KeyError, StreamLostError)):
             return  # Nothing is left of it; or it is somebody else's now.
         try:
             self._store.discard(lease.ref)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -66,6 +66,10 @@ class FeatureProducer:
         target_model_version: Mirrored onto every ref.
         draft_weight_version: Mirrored onto every ref.
         sample_id_factory: Makes the id of the n-th sample, counted from 1; default ``sample-{run_id}-{n}``.
+        donate: Let the store keep the backend's own tensors, if it takes them: on a GPU the next forward then runs
+            beside the copy of the last one's output instead of behind it. Only for a backend whose tensors nobody
+            writes again; those of a graph that is replayed, or of a buffer that it keeps, are not like that. Tensors
+            of the prompt are copied all the same.
 
     Raises:
         MisuseError: (a ``ValueError``) an empty ``run_id``, or a backend whose algorithm is unknown.
@@ -80,6 +84,8 @@ class FeatureProducer:
         target_model_version: str = "0",
         draft_weight_version: str = "0",
         sample_id_factory: Callable[[int], str] | None = None,
+        *,
+        donate: bool = False,
     ) -> None:
         if not isinstance(run_id, str) or not run_id:
             raise MisuseError(f"run_id must be a non-empty str, got {run_id!r}")
@@ -94,6 +100,7 @@ class FeatureProducer:
         self._sample_seq = 0
         self._vocabulary: DraftVocabulary | None = None
         self._takes_attributes = _compat.accepts_keyword(store.put, "attributes")
+        self._donate = donate and _compat.accepts_keyword(store.put, "donate")
 
     def produce(
         self,
@@ -125,8 +132,10 @@ class FeatureProducer:
             ref that will not be queued to :meth:`discard`.
 
         Raises:
+            MisuseError: (a ``ValueError``) the samples need attributes, and the store's ``put`` takes none.
             MemoryError: The store is full (and ``abort_when`` is not given or came true), or the sample can never fit.
-            SchemaError: (a ``ValueError``) partial packing features, or a batch without the supervision that is needed.
+            SchemaError: (a ``ValueError``) partial packing features, a batch without the supervision that is needed, or
+                features whose shapes and dtypes do not fit together.
             SpecMismatchError: (a ``RuntimeError``) the store described the sample differently; it has been evicted.
         """
         packing = {"position_ids": position_ids, "seq_lens": seq_lens, "doc_remaining": doc_remaining}
@@ -145,6 +154,16 @@ class FeatureProducer:
     def discard(self, ref: SampleRef) -> None:
         """Evict a sample whose ref will not be queued. Does nothing when it is already gone."""
         self._store.discard(ref)
+
+    def is_worth_a_forward(self, loss_mask: Tensor) -> bool:
+        """Whether a prompt supervises anything that the algorithm learns from.
+
+        A sample of one that does not has no loss: a mean over no tokens is NaN.
+
+        Args:
+            loss_mask: ``[batch, seq]``, unshifted.
+        """
+        return self._schema.is_worth_a_forward(loss_mask)
 
     def set_vocab_mapping(self, selected_token_ids: Tensor, selected_token_mask: Tensor) -> None:
         """Pass the draft vocabulary on to the backend, which may then return ``target_probs`` instead of logits.
@@ -175,6 +194,8 @@ class FeatureProducer:
         with torch.no_grad():
             batch = self._target.generate_batch(**prompt)
         features, attributes = self._features_of(batch)
+        if self._donate:
+            features = _apart(features, prompt.values())
         version, attributes = self._check(features, attributes)
         if sample_id is None:
             self._sample_seq += 1
@@ -200,12 +221,24 @@ class FeatureProducer:
             )
         version = self._schema.version_of(features)
         self._schema.check_packing(features)
+        # What is no tensor at all is the store's to refuse.
+        specs = {name: FeatureSpec.of(value) for name, value in features.items() if isinstance(value, Tensor)}
+        self._schema.check_specs(specs)
         self._schema.check_attributes(features, attributes)
+        if attributes and not self._takes_attributes:
+            raise MisuseError(
+                f"{type(self._store).__name__}.put takes no attributes, and the draft side cannot read these samples "
+                f"without {sorted(attributes)}: use another store, or a backend with other supervision"
+            )
         if needs_vocabulary and self._vocabulary is not None and self._takes_attributes:
             attributes = {**attributes, VOCABULARY_ATTRIBUTE: self._vocabulary.digest}
         return version, attributes
 
     def _publish(self, produced: _Produced) -> SampleRef:
+        # Stores written to the documented contract alone take neither; _check has refused samples that need attributes.
+        optional: dict[str, Any] = {"attributes": produced.attributes} if produced.attributes else {}
+        if self._donate:
+            optional["donate"] = True
         ref = self._store.put(
             produced.sample_id,
             produced.features,
@@ -215,8 +248,7 @@ class FeatureProducer:
             target_model_version=self._target_model_version,
             draft_weight_version=self._draft_weight_version,
             num_tokens=produced.num_tokens,
-            # Stores written to the documented contract alone take no attributes; plain samples need none.
-            **({"attributes": produced.attributes} if produced.attributes else {}),
+            **optional,
         )
         expected = {name: FeatureSpec.of(tensor) for name, tensor in produced.features.items()}
         if dict(ref.feature_specs) != expected:
@@ -234,11 +266,23 @@ class FeatureProducer:
             wait_for_room(nbytes, ROOM_CHECK_S)
 
 
+def _apart(features: Mapping[str, Tensor], prompt: Iterable[Tensor]) -> dict[str, Tensor]:
+    """The features, as copies where they share memory with the prompt, which is its owner's to write."""
+    owned = {tensor.untyped_storage().data_ptr() for tensor in prompt}
+    return {
+        name: tensor.clone() if tensor.untyped_storage().data_ptr() in owned else tensor
+        for name, tensor in features.items()
+    }
+
+
 def _algorithm_of(backend: object) -> FeatureAlgorithm:
     algorithm = getattr(backend, "algorithm", None)
-    if not isinstance(algorithm, FeatureAlgorithm):
-        raise MisuseError(
-            f"cannot tell which algorithm {type(backend).__name__} serves; pass algorithm=FeatureAlgorithm.EAGLE3 "
-            "or give the backend an `algorithm` attribute"
-        )
-    return algorithm
+    if isinstance(algorithm, FeatureAlgorithm):
+        return algorithm
+    # NeMo AutoModel's backends say it by their base class alone.
+    if any(base.__name__ == "Eagle3TargetBackend" for base in type(backend).__mro__):
+        return FeatureAlgorithm.EAGLE3
+    raise MisuseError(
+        f"cannot tell which algorithm {type(backend).__name__} serves; pass algorithm=FeatureAlgorithm.EAGLE3 "
+        "or give the backend an `algorithm` attribute"
+    )

@@ -51,7 +51,7 @@ class QueueStatistics:
         put: refs accepted.
         acked: refs acknowledged, each once.
         removed: refs taken out without an ack.
-        dead: refs whose retry budget was spent, less those redriven.
+        dead: refs that were failed for good or too often, less those redriven.
         pending: refs waiting now.
         leased: refs held now.
         redelivered: deliveries after the first of a ref.
@@ -188,7 +188,7 @@ class SampleRefQueue:
                     is_open = self._gate.judge(
                         health,
                         stuck_bytes=self._blocked_bytes + self._table.dead_bytes,
-                        stuck_samples=len(self._blocked) + self._table.dead_count,
+                        stuck_samples=len(self._blocked) + self._table.dead_samples,
                     )
                     admitted = is_open or self._is_starving()
                     if admitted:
@@ -270,7 +270,8 @@ class SampleRefQueue:
         Args:
             lease: the lease.
             reason: kept with a dead letter.
-            final: whatever the budget, the ref must not come again: nobody can read its sample any more.
+            final: whatever the budget, the ref must not come again: its sample is gone, or nobody can read it. A sample
+                that is there all the same is the caller's to discard.
         """
         text = f"{type(reason).__name__}: {reason}" if isinstance(reason, BaseException) else reason
         text = text or "failed by its consumer"
@@ -318,19 +319,19 @@ class SampleRefQueue:
     # -- dead letters --
 
     def dead_letters(self) -> list[DeadLetter]:
-        """Return the refs whose retry budget is spent, oldest first. Their samples are still in the store."""
+        """Return the refs that were failed for good or too often, oldest first; the latter are still in the store."""
         with self._lock:
             return self._table.dead_letters()
 
     def redrive(self, ref: SampleRef | None = None) -> int:
         """Make the dead letter of ``ref``, or all of them, pending again with a fresh budget; return how many.
 
-        Works on a closed queue too: what was accepted before the close can still be consumed.
+        Those whose sample is gone stay. Works on a closed queue too: what was accepted before the close can still be
+        consumed.
         """
         with self._lock:
-            keys = [sample_key(letter.ref) for letter in self._table.dead_letters()]
-            if ref is not None:
-                keys = [sample_key(ref)]
+            refs = [letter.ref for letter in self._table.dead_letters()] if ref is None else [ref]
+            keys = [sample_key(each) for each in refs]
             count = sum(self._table.redrive(key) for key in keys)
             self._work.notify(count)
         return count
@@ -352,6 +353,17 @@ class SampleRefQueue:
         """Whether the queue is closed and nothing is pending or leased, all judged at one instant."""
         with self._lock:
             return self._closed and self._table.is_empty
+
+    @property
+    def producers_wait(self) -> bool:
+        """Whether nothing is pending, and nothing comes before the store has room again (``store.is_full()``).
+
+        Puts that are blocked here do not count: they go through as soon as a consumer waits.
+        """
+        if self.pending_count():
+            return False
+        is_full = getattr(self._store, "is_full", None)
+        return bool(self._store.health().high_watermark_hit if is_full is None else is_full())
 
     @property
     def error(self) -> BaseException | None:
@@ -440,7 +452,8 @@ class SampleRefQueue:
                 if self._blocked:
                     self._room.notify_all()
                 next_expiry = self._table.next_deadline()
-                wait = min(deadline - now, threading.TIMEOUT_MAX)
+                # A lease that somebody else takes meanwhile expires after a whole visibility timeout at the earliest.
+                wait = min(deadline - now, self._table.visibility_timeout.seconds, threading.TIMEOUT_MAX)
                 if next_expiry is not None:
                     wait = min(wait, max(0.0, next_expiry - self._clock()))
                 self._work.wait(wait)

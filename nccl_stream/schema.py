@@ -301,8 +301,13 @@ class Schema:
         return tensors
 
     def is_worth_a_forward(self, loss_mask: torch.Tensor) -> bool:
-        """Whether some row of ``loss_mask`` ``[B, S]`` (unshifted) has a long enough run of supervised tokens."""
+        """Whether some row of ``loss_mask`` ``[B, S]`` (unshifted) has a long enough run of supervised tokens.
+
+        Where the loss mask is shifted, that of the first token has no slot in the sample.
+        """
         supervised = loss_mask != 0
+        if "loss_mask" in self.shifted:
+            supervised = supervised[:, 1:]
         run = supervised
         for shift in range(1, self.min_supervised_run):
             run = run[:, :-1] & supervised[:, shift:]

@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import timedelta
+from dataclasses import replace
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
@@ -29,7 +29,9 @@ from nccl_stream.errors import (
     ControlStoreError,
     LinkTimeoutError,
     MisuseError,
+    NcclStreamError,
     PeerLostError,
+    PeerTimeoutError,
 )
 from nccl_stream.prompts import shard_prompts
 from nccl_stream.ranks.cohort import form_cohort
@@ -37,6 +39,7 @@ from nccl_stream.ranks.draft_queue import DraftQueue
 from nccl_stream.ranks.draft_side import DraftSide
 from nccl_stream.ranks.links import Links
 from nccl_stream.ranks.place import Place, Role, find_place, pick_device, reach_store
+from nccl_stream.ranks.role_group import check_backend, make_role_group
 from nccl_stream.ranks.statistics import StreamStatistics, read_statistics
 from nccl_stream.ranks.target_side import TargetQueue, TargetSide
 from nccl_stream.sharing import SharedTensors
@@ -92,10 +95,12 @@ def connect(
         MembershipError: a rank is taken, or another rank could not join.
         PeerTimeoutError: ranks are missing at the deadline; the message names them.
         LinkTimeoutError: a peer did not open its side of a link in time; the message names it.
-        VersionMismatchError: two ends run versions of torch or NCCL that cannot talk to each other.
+        VersionMismatchError: two ends run versions of this package, torch or NCCL that cannot talk to each other.
         ControlStoreError: the store cannot be reached, or does not answer.
     """
     config = StreamConfig() if config is None else config
+    if not isinstance(config, StreamConfig):
+        raise ConfigError(f"config must be a StreamConfig, got {type(config).__name__}")
     if not isinstance(run_id, str) or not run_id or len(run_id) > 200 or "/" in run_id:
         raise ConfigError(f"run_id must be a non-empty str of at most 200 characters without '/', got {run_id!r}")
     deadline = time.monotonic() + config.connect_timeout
@@ -171,6 +176,7 @@ class Stream:
         self._closed = False
         self._statistics_lock = threading.Lock()
         self._documents: ControlStore | None = None
+        self._last_statistics: StreamStatistics | None = None
         self._group: Any = None
         self._owns_default_group = False
         self._group_key = ""
@@ -196,11 +202,13 @@ class Stream:
         else:
             self._side = DraftSide(config, place.rank, place.num_targets, place.num_drafts, restart_timeout=restart)
         self._node = Node(client, shape, identity, timing, self._side)
-        self._memory = make_sample_memory(config, self.device) if place.role == "target" else None
+        self._memory = make_sample_memory(config, self.device, place.num_drafts) if place.role == "target" else None
         engine = TransferEngine(
             self.device, depth=config.depth, issue=config.issue, timeout=config.transfer_timeout, name="nccl-stream"
         )
         self._engine = engine
+        if config.issue == "pump":
+            self._side.pump = engine.pump
         self._links = Links(
             self._node,
             engine,
@@ -238,7 +246,7 @@ class Stream:
         residency: Residency[OwnedBytes | OwnedPieces] = Residency(
             # A draft that lacks samples may always be given a round, whatever the others hold: see room_for().
             max_samples=None if config.max_samples is None else config.max_samples + window,
-            max_bytes=config.max_bytes + window * config.max_sample_bytes,
+            max_bytes=config.resident_cap(self._place.num_drafts),
             high_watermark_bytes=config.high_watermark,
             low_watermark_bytes=config.low_watermark,
             name="NcclFeatureStore",
@@ -254,6 +262,8 @@ class Stream:
             soft_cap_bytes=config.max_bytes,
             soft_cap_samples=config.max_samples,
             starving=side.starving,
+            check_alive=side.raise_if_fatal,
+            pause=side.pause,
             check_finite=config.check_finite,
             outbound=side.streams,
             checksums=config.verify_checksums,
@@ -269,14 +279,13 @@ class Stream:
             owner=self._node.inc,
             label=f"{self.role} rank {self.role_rank}",
             timeout=self.config.connect_timeout,
+            max_bytes=self.config.max_shared_bytes,
         )
-        self._node.wait_complete(deadline)
+        self._node.wait_complete(deadline, is_served=self._side.is_served)
         if isinstance(self._side, DraftSide) and self.config.end != "ragged":
             cohort, members = form_cohort(self._node, self.role_rank, self._place.num_drafts, deadline)
             self._side.start_rounds(cohort, members)
             self._group_key = cohort
-        else:
-            self._group_key = "-".join(member.inc for member in self._node.alive(self.role))
         self._wait_for_links(deadline)
 
     def _wait_for_links(self, deadline: float) -> None:
@@ -301,7 +310,7 @@ class Stream:
 
     # -- using -------------------------------------------------------------------------------------------------------
 
-    def process_group(self, backend: str | None = None) -> dist.ProcessGroup:
+    def process_group(self, backend: str | None = None, timeout: float | None = None) -> dist.ProcessGroup:
         """A process group of the ranks of this role alone, for DDP and FSDP. Made once; all ranks of the role call it.
 
         Without a default process group in this process, it becomes the default group and is destroyed when the stream
@@ -309,43 +318,43 @@ class Stream:
         from it.
 
         Args:
-            backend: default: NCCL on a GPU, gloo on the CPU.
+            backend: default: NCCL on a GPU, gloo on the CPU; where there is a default group, that group's.
+            timeout: of its collectives and of making it, in seconds, where it is made here; default: torch's own.
 
         Raises:
-            ConfigError: the process's default group does not contain the ranks of this role.
+            ConfigError: the process's default group does not contain the ranks of this role, or the group that there
+                is has another backend.
+            PeerTimeoutError: ranks of this role that are gone did not come back within ``connect_timeout``.
         """
         self._check_open("process_group")
         if self._group is not None:
+            check_backend(self._group, backend, self.device.type)
             return self._group  # type: ignore[no-any-return]
-        timeout = timedelta(seconds=self.config.connect_timeout)
-        if not dist.is_initialized():
+
+        def make_store() -> Store:
+            self._group_key = self._group_key or self._wait_for_role()
             prefix = f"{self._node.prefix}/group/{self.role}/{self._group_key}"
-            dist.init_process_group(
-                backend or ("nccl" if self.device.type == "cuda" else "gloo"),
-                store=PrefixStore(prefix, clone_store(self._client)),
-                rank=self.role_rank,
-                world_size=self.role_world_size,
-                timeout=timeout,
-            )
-            self._owns_default_group = True
-            self._group = dist.group.WORLD
-        elif dist.get_world_size() == self.role_world_size:
-            if dist.get_rank() != self.role_rank:
-                raise ConfigError(
-                    f"the default process group has this process as rank {dist.get_rank()}, the stream as "
-                    f"{self.role} rank {self.role_rank}"
-                )
-            self._group = dist.group.WORLD
-        elif dist.get_world_size() == self._place.num_targets + self._place.num_drafts:
-            self._group = dist.new_group(
-                list(self._place.global_ranks), backend=backend, use_local_synchronization=True, timeout=timeout
-            )
-        else:
-            raise ConfigError(
-                f"the default process group has {dist.get_world_size()} ranks: neither the {self.role_world_size} of "
-                f"this role nor all of the run"
-            )
+            return PrefixStore(prefix, clone_store(self._client))
+
+        self._group, self._owns_default_group = make_role_group(
+            self._place, make_store, self.device.type, backend, timeout
+        )
         return self._group  # type: ignore[no-any-return]
+
+    def _wait_for_role(self) -> str:
+        """Block until every rank of this role is there; returns what tells their group from an earlier one."""
+        deadline = time.monotonic() + self.config.connect_timeout
+        while len(members := self._node.alive(self.role)) < self.role_world_size:
+            self._side.raise_if_fatal()
+            if time.monotonic() > deadline:
+                ranks = set(range(self.role_world_size)) - {member.rank for member in members}
+                raise PeerTimeoutError(
+                    f"process_group() needs every {self.role} rank, and {sorted(ranks)[:16]} did not come back within "
+                    f"{self.config.connect_timeout:.0f} s"
+                )
+            with self._side.cond:
+                self._side.cond.wait(0.05)
+        return "-".join(member.inc for member in members)
 
     def prompts(self, dataset: Any, epochs: int = 1, seed: int = 0) -> Iterator[PromptBatch]:
         """This target's share of a map-style dataset, for ``AsyncFeaturePipeline``.
@@ -378,8 +387,9 @@ class Stream:
     def share(self, name: str, tensors: Mapping[str, torch.Tensor], timeout: float | None = None) -> str:
         """Give every draft a few tensors, under a name: the target's embedding or head, the draft vocabulary.
 
-        For target ranks. The tensors go through the control store, whose host keeps them until the run ends: at most
-        1 GiB from one target in all. Targets that share the same tensors under one name cost nothing more.
+        For target ranks. The tensors go through the control store, whose host keeps them in memory until the run ends:
+        at most ``StreamConfig.max_shared_bytes`` from one target in all. Targets that share the same tensors under one
+        name cost nothing more.
 
         Args:
             name: letters, digits, ``_``, ``-``, ``.``.
@@ -441,39 +451,73 @@ class Stream:
         return ", ".join(member.label for member in targets[:8])
 
     def pump(self) -> bool:
-        """Issue and complete NCCL transfers from this thread; with ``issue="pump"``, call it at step boundaries."""
+        """Issue and complete NCCL transfers from this thread, without blocking; returns whether anything moved.
+
+        With ``issue="pump"``, call it at step boundaries, so that transfers go on while this rank computes. Whoever
+        waits in the package (for a sample, a piece, room, outcomes) does the same meanwhile.
+
+        Raises:
+            MisuseError: (``ValueError``) the stream has a thread for that: ``issue="thread"``.
+        """
         return self._engine.pump()
 
     def statistics(self) -> StreamStatistics:
-        """Books and rates of the whole run as of the last heartbeats, and this rank's own. Changes nothing."""
+        """Books and rates of the whole run as of the last heartbeats, and this rank's own. Changes nothing.
 
-        def read() -> StreamStatistics:
-            # One client for all calls: see read_statistics. It serves one caller at a time.
-            with self._statistics_lock:
-                if self._documents is None and self._node is not None:
-                    self._documents = self._node.documents()
-                return read_statistics(self._node, self._side, self._documents)
+        What other ranks did since their last heartbeat is not in it: a draft that wants the final books waits for the
+        targets first, with :meth:`wait_ended`. After :meth:`close` the store is asked as before; when it is gone, the
+        answer is what it said as this rank left, or only this rank's own books if it was gone by then.
 
+        Raises:
+            ControlStoreError: the store does not answer, and the stream is not closed.
+        """
         try:
-            return _bounded(read, STATISTICS_TIMEOUT_S, "reading the statistics")
+            found = self._read_statistics(STATISTICS_TIMEOUT_S)
         except ControlStoreError:
             if not self._closed:
                 raise
-            return read_statistics(None, self._side)
+            if self._last_statistics is None:
+                return read_statistics(None, self._side)
+            return replace(self._last_statistics, local=self._side.status())
+        if self._closed:
+            self._last_statistics = found
+        return found
+
+    def _read_statistics(self, timeout: float) -> StreamStatistics:
+        def read() -> StreamStatistics:
+            # One client for all calls: see read_statistics. It serves one caller at a time.
+            with self._statistics_lock:
+                if self._documents is None:
+                    self._documents = self._node.documents()
+                return read_statistics(self._node, self._side, self._documents)
+
+        return _bounded(read, timeout, "reading the statistics")
+
+    def _keep_statistics(self) -> None:
+        """This rank leaves, and the store may be gone when somebody asks for its books."""
+        try:
+            self._side.raise_if_fatal()
+            self._last_statistics = self._read_statistics(CLOSE_S)
+        except NcclStreamError as exc:
+            logger.debug("%s: leaves without a last look at the books: %s", self._node.inc, exc)
 
     def on_lost(self, callback: Callable[[tuple[str, ...]], None]) -> None:
-        """Call ``callback`` with the ids of samples that are lost, to be produced again, on a thread of the package.
+        """Call ``callback`` with the ids of samples that are lost, to be produced again.
 
-        On a draft rank: those that died with their owner. On a target rank: its streamed samples that broke off, or
-        whose reader died, stopped or failed after it had given pieces back, and that were not retained.
+        It is called on a thread of its own, where it may block: to produce them there and then, for example. One call
+        follows another. :meth:`close` waits a few seconds for the calls that are due.
+
+        On a draft rank: those that died with their owner, before this call too. On a target rank: its streamed samples
+        that broke off, or whose reader died, stopped or failed after it had given pieces back, and that were not
+        retained.
         """
-        if isinstance(self._side, DraftSide):
-            self._side.estates.on_lost = callback
-        else:
-            self._side.streams.on_lost = callback
+        self._side.lost_reports.tell(callback)
 
     def dead_letters(self) -> list[Any]:
-        """Samples of this target whose retry budget is spent; empty on a draft."""
+        """Samples of this target that were failed for good or too often; empty on a draft.
+
+        Their memory was freed, so they cannot be redriven: produce them anew, under the same ids if you like.
+        """
         return self._side.dead_letters() if isinstance(self._side, TargetSide) else []
 
     def request_stop(self, reason: str = "asked to stop") -> None:
@@ -505,7 +549,7 @@ class Stream:
             if not self._node.alive("target"):
                 return True
             with self._side.cond:
-                self._side.cond.wait(0.05)
+                self._side.wait(0.05)
         return not self._node.alive("target")
 
     def _check_open(self, operation: str) -> None:
@@ -553,12 +597,14 @@ class Stream:
             self._leave("failed", exc)
 
     def _leave(self, kind: str, exc: BaseException | None) -> None:
+        self._side.log_leftovers()
         # A peer that does not confirm is slow, and its samples would come twice if we went; or dead, and soon buried.
         patience = self.config.death_timeout if exc is None else CLOSE_S
         self._node.leave(kind, "" if exc is None else f"{type(exc).__name__}: {exc}", timeout=patience)
         if exc is None and self._place.hosts_store:
             # Without torchrun's agent the first rank keeps the store: it goes last.
             self._node.wait_alone(self.config.death_timeout)
+        self._keep_statistics()
         self._shut_down()
 
     def _shut_down(self) -> None:
@@ -575,6 +621,7 @@ class Stream:
             left += self._side.close_janitor(1.0)
         left += self._node.close(CLOSE_S)
         self.store.close()
+        left += self._side.lost_reports.close(CLOSE_S)  # a callback that waits for the stream has an answer by now
         if self._memory is not None and not self._memory.close(CLOSE_S):
             left.append("copies to or from the GPU")
         if left:

@@ -31,15 +31,12 @@ from nccl_stream.errors import (
 from nccl_stream.refs import FeatureSpec, dtype_from_name, dtype_name
 from nccl_stream.stores.tensors import check_tensors, copy_tensor
 
-__all__ = ["MAX_SHARED_BYTES", "PIECE_BYTES", "SharedTensors"]
+__all__ = ["PIECE_BYTES", "SharedTensors"]
 
 T = TypeVar("T")
 
 PIECE_BYTES = 4 << 20
 """Largest value put into the store; a client loses its connection on one over 8 MiB."""
-
-MAX_SHARED_BYTES = 1 << 30
-"""What one target may share in all: the store's host keeps it in memory."""
 
 MAX_TENSORS = 1024
 POLL_S = 0.1
@@ -58,14 +55,17 @@ class SharedTensors:
         owner: id of this process, unique in the epoch.
         label: how messages name this process.
         timeout: seconds after which a call that the store does not answer raises.
+        max_bytes: most that this process publishes in all, and most that it fetches under one name. The process that
+            hosts the store keeps what every publisher has put there in memory.
     """
 
-    def __init__(self, store: Store, prefix: str, *, owner: str, label: str, timeout: float) -> None:
+    def __init__(self, store: Store, prefix: str, *, owner: str, label: str, timeout: float, max_bytes: int) -> None:
         self._store = store
         self._prefix = f"{prefix}/shared"
         self._owner = owner
         self._label = label
         self._timeout = timeout
+        self._max_bytes = max_bytes
         self._published: dict[str, int] = {}
 
     def publish(self, name: str, tensors: Mapping[str, torch.Tensor]) -> str:
@@ -82,7 +82,7 @@ class SharedTensors:
 
         Raises:
             MisuseError: (``ValueError``) a bad name, or values that are not dense tensors.
-            CapacityError: (``MemoryError``) with what this rank has shared already, more than :data:`MAX_SHARED_BYTES`.
+            CapacityError: (``MemoryError``) with what this rank has shared already, more than ``max_bytes``.
             ConfigError: (``ValueError``) something else has this name, from this target or another one.
             ControlStoreError: the store does not answer.
         """
@@ -93,10 +93,11 @@ class SharedTensors:
         specs = {key: FeatureSpec.of(tensor) for key, tensor in tensors.items()}
         nbytes = sum(spec.nbytes for spec in specs.values())
         others = sum(size for other, size in self._published.items() if other != name)
-        if nbytes + others > MAX_SHARED_BYTES:
+        if nbytes + others > self._max_bytes:
             raise CapacityError(
                 f"sharing {name!r} would put {nbytes} bytes beside {others} shared before into the control store; the "
-                f"limit is {MAX_SHARED_BYTES}. Read large weights from a checkpoint on each draft rank instead.",
+                f"limit is {self._max_bytes} (StreamConfig.max_shared_bytes). Read large weights from a checkpoint on "
+                "each draft rank instead.",
                 can_wait=False,
             )
         described = [[key, dtype_name(spec.dtype), list(spec.shape)] for key, spec in specs.items()]
@@ -153,7 +154,7 @@ class SharedTensors:
                     f"stream.share({name!r}, ...)?"
                 )
             time.sleep(POLL_S)
-        manifest = _parse_manifest(_call(name, partial(client.get, self._manifest_key(name))))
+        manifest = self._manifest(client, name)
         tensors: dict[str, torch.Tensor] = {}
         for key, spec in manifest["specs"].items():
             # Bytes first: torch has no host copy for every dtype.
@@ -182,11 +183,14 @@ class SharedTensors:
     def _piece_key(self, name: str, owner: str, index: int) -> str:
         return f"{self._prefix}/{name}/{owner}/{index}"
 
+    def _manifest(self, client: Store, name: str) -> dict[str, Any]:
+        return _parse_manifest(_call(name, partial(client.get, self._manifest_key(name))), self._max_bytes)
+
     def _same_as_there(self, client: Store, name: str, digest: str) -> bool:
         """Whether the same tensors have this name already; an error if others have."""
         if not _call(name, partial(client.check, [self._manifest_key(name)])):
             return False
-        there = _parse_manifest(_call(name, partial(client.get, self._manifest_key(name))))
+        there = self._manifest(client, name)
         if there["sha256"] != digest:
             raise ConfigError(
                 f"{self._label} shares as {name!r} something else than {there['label']} did (digests {digest[:12]} and "
@@ -226,7 +230,7 @@ def _digest(described: list[Any], tensors: Any) -> str:
     return sha.hexdigest()
 
 
-def _parse_manifest(raw: bytes) -> dict[str, Any]:
+def _parse_manifest(raw: bytes, max_bytes: int) -> dict[str, Any]:
     """Check a manifest that another process wrote; the result also has the ``specs``."""
     manifest = load_json(raw)
     if type(manifest) is not dict or manifest.keys() != _MANIFEST_FIELDS or manifest["v"] != _VERSION:
@@ -243,9 +247,9 @@ def _parse_manifest(raw: bytes) -> dict[str, Any]:
             raise WireFormatError("a shape in a manifest must have at most 16 dims, non-negative and below 2**40")
         specs[entry[0]] = FeatureSpec(tuple(entry[2]), dtype_from_name(entry[1]))
     total = sum(spec.nbytes for spec in specs.values())
-    if len(specs) != len(entries) or total > MAX_SHARED_BYTES:
+    if len(specs) != len(entries) or total > max_bytes:
         raise WireFormatError(
             f"a manifest lists {len(entries)} tensors of {total} bytes; the limits are {MAX_TENSORS} "
-            f"with different names and {MAX_SHARED_BYTES}"
+            f"with different names and {max_bytes} (StreamConfig.max_shared_bytes)"
         )
     return {**manifest, "specs": specs}

@@ -6,14 +6,13 @@ and numpy, after one warning in the log. Everything here takes CPU tensors, exce
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeAlias
 
 import torch
 
 from nccl_stream._core import core, cuda_compiled, is_compiled
-from nccl_stream.device_staging import DeviceStager, Stream, is_available
+from nccl_stream.device_staging import DeviceStager, Stream, is_available, is_expanded
 from nccl_stream.errors import ClosedError, ConfigError, MisuseError
 from nccl_stream.pinned_pool import PinnedPool, PoolSlot, PoolStatistics, open_shared, remove_abandoned
 
@@ -143,7 +142,7 @@ def unpack(slot: torch.Tensor, offsets: Sequence[int], tensors: Sequence[torch.T
         ):
             raise _not_dense("unpack", tensor)
         shape, strides = tensor.shape, tensor.stride()
-        if tensor.is_neg() or tensor.is_conj() or (0 in strides and _is_expanded(shape, strides)):
+        if tensor.is_neg() or tensor.is_conj() or (0 in strides and is_expanded(tensor)):
             raise MisuseError(
                 f"unpack: cannot write into a tensor that is expanded, conjugated or negated lazily: {tuple(shape)} "
                 f"{tensor.dtype}, strides {strides}; clone() it first"
@@ -172,10 +171,6 @@ def _place(
         function(described, offsets, slot.data_ptr(), slot.numel(), threads)
     except ValueError as error:
         raise MisuseError(f"{operation}: {error}") from None
-
-
-def _is_expanded(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    return math.prod(shape) > 0 and any(n > 1 and not stride for n, stride in zip(shape, strides, strict=True))
 
 
 def _check_flat(what: str, tensor: torch.Tensor) -> None:
@@ -284,6 +279,9 @@ class Stager:
             copy.wait()
         copy_bytes(destination, source, threads=self._threads)
         return _DoneCopy()
+
+    def sweep(self) -> None:
+        """Nothing is ever in progress, and nothing kept."""
 
     def close(self, timeout: float = 0.0) -> bool:
         """Refuses further copies. Idempotent. Nothing can be in progress: always True."""

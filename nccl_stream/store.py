@@ -197,6 +197,14 @@ class FeatureStore(ABC):
     def health(self) -> StoreHealth:
         """Return the residency from memory; never blocks on I/O or a device."""
 
+    def is_full(self) -> bool:
+        """Return whether producers wait for a release, from memory: no put is under way, and the next has no room.
+
+        A loader that collects samples for a batch asks this before it waits for more of them. The default goes by the
+        high watermark; a store with other caps than that of bytes should know better.
+        """
+        return self.health().high_watermark_hit
+
     @abstractmethod
     def gc(self) -> int:
         """Sweep what crashed consumers left behind and return the number of entries reclaimed. Cheap and repeatable."""

@@ -134,8 +134,19 @@ class StreamBuffer:
 
     @property
     def producer_done(self) -> bool:
-        """Whether the producer has signalled that it sends no more."""
+        """Whether the producer has signalled that it sends no more. Setting it is ``signal_done()``.
+
+        Raises:
+            MisuseError: set to False after done was signalled.
+        """
         return self._producer_done
+
+    @producer_done.setter
+    def producer_done(self, value: bool) -> None:
+        if value and not self._producer_done:
+            self.signal_done()
+        elif self._producer_done and not value:
+            raise MisuseError(f"{self._name}: done was signalled, and a stream has one end")
 
     @property
     def maybe_ready(self) -> bool:
@@ -361,9 +372,11 @@ class StreamBuffer:
                 if start == stop:
                     return self._deliver_nothing(stop)
                 items = self._items.between(start, stop)
+                is_last = self._ends_stream(stop) or self._ends_run(stop)
             # Stacking may copy gigabytes and the policy may be the caller's: puts go on meanwhile.
             data = _chunk_data(items)
-            following = self._span_of_run(stop, self._run_chunks + 1, self._next[0])
+            # A policy that knows the sizes of its chunks has none to follow the last one.
+            following = None if is_last else self._span_of_run(stop, self._run_chunks + 1, self._next[0])
             with self._lock:
                 return self._deliver(start, stop, following, data)
 
@@ -536,18 +549,27 @@ class StreamBuffer:
             )
         return start, stop
 
-    def _deliver(self, start: int, stop: int, following: tuple[int, int], data: Any) -> StreamChunk:
-        """Move on past ``stop``; ``following`` is where the next full chunk of the run would be."""
+    def _ends_stream(self, stop: int) -> bool:
+        return stop == self._items.registered and self._nothing_follows()
+
+    def _ends_run(self, stop: int) -> bool:
+        return len(self._runs) > 1 and stop == self._runs[1].start
+
+    def _deliver(self, start: int, stop: int, following: tuple[int, int] | None, data: Any) -> StreamChunk:
+        """Move on past ``stop``; ``following`` is where the run goes on, None after its last chunk."""
+        if following is None and not (self._ends_stream(stop) or self._ends_run(stop)):  # the producer failed just now
+            following = self._span_of_run(stop, self._run_chunks + 1, self._next[0])
         context_items = min(max(self._delivered + self._context - start, 0), stop - start)
         self._context = 0
         self._delivered = stop
         self._run_chunks += 1
         keep_from = stop
-        if stop == self._items.registered and self._nothing_follows():
+        if self._ends_stream(stop):
             self._ended = True
-        elif len(self._runs) > 1 and stop == self._runs[1].start:
+        elif self._ends_run(stop):
             self._enter_next_run()
         else:
+            assert following is not None
             self._next = following
             keep_from = following[0]
         return self._chunk(data, start, stop - start, context_items, keep_from)

@@ -145,6 +145,7 @@ class TargetHead(nn.Module):
         cls,
         path: str | Path,
         *,
+        keys: Mapping[str, str] | None = None,
         device: torch.device | str = "cpu",
         dtype: torch.dtype | None = None,
         settings: HeadSettings | None = None,
@@ -155,15 +156,18 @@ class TargetHead(nn.Module):
         Args:
             path: folder with ``config.json`` and ``model.safetensors``, or the index of a sharded checkpoint; of the
                 shards only those are opened that hold a needed tensor.
+            keys: the checkpoint's names of ``weight``, ``bias``, ``norm_weight``, ``norm_bias``, of those that cannot
+                be found by their usual names.
             device: where the weights go.
             dtype: their dtype; default: as stored.
             settings: default: what ``config.json`` says.
             chunk_tokens: slots whose logits are computed at once.
 
         Raises:
-            ConfigError: (a ``ValueError``) no such checkpoint, or tensors that cannot be told apart by their names.
+            ConfigError: (a ``ValueError``) no such checkpoint, a damaged one, or tensors that cannot be told apart by
+                their names.
         """
-        found = read_head(Path(path), str(device))
+        found = read_head(Path(path), str(device), keys)
         tensors = {name: tensor.to(dtype) for name, tensor in found.tensors.items()} if dtype else found.tensors
         if settings is None:
             scale, softcap = logit_settings(found.config)
@@ -248,14 +252,15 @@ class TargetHead(nn.Module):
         """Replace a batch's last hidden states by what they stand for; other batches come back as they are.
 
         Args:
-            batch: a batch of an algorithm that allows last hidden states.
+            batch: a batch of an algorithm that allows last hidden states; a chunk of a streamed sample, too.
             vocabulary: makes ``target_probs`` and ``position_mask`` over it instead of full ``logits``.
 
         Returns:
             A batch with logits (or probabilities) in the algorithm's frame.
 
         Raises:
-            ConfigError: (a ``ValueError``) the batch's states are in a frame from which that cannot be made.
+            ConfigError: (a ``ValueError``) the batch's states are in a frame from which that cannot be made; in place,
+                for EAGLE-3, in a chunk that is not its sample's last.
         """
         hidden = batch.get("last_hidden_states")
         if hidden is None:
@@ -263,6 +268,12 @@ class TargetHead(nn.Module):
         norm: Any = batch.attributes[NORM_ATTRIBUTE]
         shifts = "logits" in schema_of(batch.algorithm).shifted
         if batch.attributes[FRAME_ATTRIBUTE] == "unshifted":
+            if shifts and not batch.is_final:
+                raise ConfigError(
+                    f"the chunk at position {batch.place.start_position} of sample {''.join(batch.sample_ids)!r} has "
+                    "last hidden states in place, and the distribution of its last slot comes from the position after "
+                    f"it, which is in the next chunk: open the sample with {FRAME_ATTRIBUTE}=shifted"
+                )
             hidden = shift_left(hidden) if shifts else hidden
         elif not shifts:
             raise ConfigError(f"{batch.algorithm.value} takes its last hidden states unshifted; these are shifted")
@@ -272,11 +283,11 @@ class TargetHead(nn.Module):
         else:
             probs, mask = self.target_probs(hidden, batch["loss_mask"], vocabulary, norm=norm)
             made = {"target_probs": probs, "position_mask": mask}
-        if shifts:
+        if shifts and batch.is_final:
             for tensor in made.values():
-                tensor[:, -1:] = 0  # the slot that the shift freed: zero in every encoding
+                tensor[:, -1:] = 0  # the slot that the shift freed, at the sample's end: zero in every encoding
         result: B = replace(batch, last_hidden_states=None, **made)  # type: ignore[type-var]
-        result.sample_ids = batch.sample_ids
+        result.sample_ids, result.place = batch.sample_ids, batch.place
         result.attributes = {
             name: value for name, value in batch.attributes.items() if name not in (NORM_ATTRIBUTE, FRAME_ATTRIBUTE)
         }

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from nccl_stream.errors import ConfigError, MisuseError
+from nccl_stream.refs import SampleRef
+from nccl_stream.schema import schema_of
 
 __all__ = ["VOCABULARY_ATTRIBUTE", "DraftVocabulary", "draft_supervision"]
 
@@ -123,6 +125,32 @@ class DraftVocabulary:
                 f"{whose} has a draft vocabulary with digest {digest[:12]}, this rank one of {len(self)} tokens with "
                 f"{self.digest[:12]}: both sides must hold the same map, in the same order"
             )
+
+    def require_same_in(self, ref: SampleRef) -> None:
+        """Check that what a sample has over a draft vocabulary is over this one. Other samples pass.
+
+        Raises:
+            ConfigError: (a ``ValueError``) another width, another digest, or no digest, so that nobody can tell.
+        """
+        digest, whose = ref.attributes.get(VOCABULARY_ATTRIBUTE), f"the target of sample {ref.sample_id!r}"
+        for feature in schema_of(ref.algorithm).features:
+            spec = ref.feature_specs.get(feature.name)
+            if spec is None or "Vd" not in feature.dims:
+                continue
+            axis = feature.dims.index("Vd")
+            if len(spec.shape) != len(feature.dims) or spec.shape[axis] != len(self):
+                raise ConfigError(
+                    f"{whose} has {feature.name} of {list(spec.shape)}, this rank a draft vocabulary of {len(self)} "
+                    "tokens: both sides must hold the same map"
+                )
+            if digest is None:
+                raise ConfigError(
+                    f"{whose} does not say which draft vocabulary its {feature.name} are over, so it cannot be "
+                    "compared with this rank's: set it with producer.set_vocab_mapping, or put the samples with the "
+                    f"attribute {VOCABULARY_ATTRIBUTE!r}. (NeMo's refs cannot carry it: leave vocabulary= out there.)"
+                )
+        if digest is not None:
+            self.require_same(digest, whose)
 
 
 def draft_supervision(logits: Tensor, loss_mask: Tensor, vocabulary: DraftVocabulary) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,7 @@
 
 NB_MODULE(_native, module) {
     nanobind::set_leak_warnings(false);  // tensors over our memory may well live until the interpreter ends
-    module.attr("api_version") = 3;  // _core.py refuses a module built from other sources than its own
+    module.attr("api_version") = 4;  // _core.py refuses a module built from other sources than its own
     bind_host(module);
     bind_cuda(module);
 #ifdef NCCL_STREAM_WITH_CUDA

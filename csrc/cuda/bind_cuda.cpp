@@ -114,6 +114,13 @@ void bind_cuda(nb::module_& module) {
             nb::arg("destination"), nb::arg("source"), nb::arg("nbytes"), nb::arg("after") = nb::none(),
             nb::arg("before") = nb::none(), nb::arg("behind") = std::vector<StagedCopy*>(), nb::keep_alive<0, 1>(), Released());
 
+    module.def(
+        "find_kernels",
+        [](Runtime& runtime, int device) {
+            DeviceGuard guard(runtime, device);
+            check(runtime, runtime.find_kernels(), "cudaFuncGetAttributes");
+        },
+        nb::arg("runtime"), nb::arg("device"), Released());
     module.def("device_move", &move_tensors, nb::arg("runtime"), nb::arg("device"), nb::arg("tensors"),
                nb::arg("flats"), nb::arg("gather"), nb::arg("stream"), Released());
     module.def(

@@ -43,6 +43,7 @@ class CudaRuntime : public Runtime {
     int memcpy_async(void* destination, const void* source, std::size_t nbytes, StreamHandle stream) override {
         return taken(cudaMemcpyAsync(destination, source, nbytes, cudaMemcpyDefault, native(stream)));
     }
+    int find_kernels() override { return taken(nccl_stream::find_kernels()); }
     int launch_strided(const StridedBatch& batch, bool gather, StreamHandle stream) override {
         return taken(run_strided(batch, gather, native(stream)));
     }

@@ -131,6 +131,11 @@ int FakeRuntime::memcpy_async(void* destination, const void* source, std::size_t
     return kSuccess;
 }
 
+int FakeRuntime::find_kernels() {
+    Lock lock(mutex_);
+    return begin("find_kernels");
+}
+
 int FakeRuntime::launch_strided(const StridedBatch& batch, bool gather, StreamHandle stream) {
     Lock lock(mutex_);
     if (const int code = begin("launch_strided")) return code;

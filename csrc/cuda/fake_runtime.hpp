@@ -32,6 +32,7 @@ class FakeRuntime : public Runtime {
     int event_record(EventHandle event, StreamHandle stream) override;
     int event_query(EventHandle event) override;
     int memcpy_async(void* destination, const void* source, std::size_t nbytes, StreamHandle stream) override;
+    int find_kernels() override;
     int launch_strided(const StridedBatch& batch, bool gather, StreamHandle stream) override;
     int launch_crc32c(const void* data, std::size_t nbytes, std::uint32_t* raw, StreamHandle stream) override;
     std::string describe(int code) const override;

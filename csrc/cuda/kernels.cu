@@ -41,6 +41,18 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
+cudaError_t find_kernels() {
+    const void* const kernels[] = {reinterpret_cast<const void*>(&move_strided<true>),
+                                   reinterpret_cast<const void*>(&move_strided<false>),
+                                   reinterpret_cast<const void*>(&sum_segments)};
+    cudaFuncAttributes attributes;
+    for (const void* kernel : kernels) {
+        const cudaError_t code = cudaFuncGetAttributes(&attributes, kernel);
+        if (code != cudaSuccess) return code;
+    }
+    return cudaSuccess;
+}
+
 cudaError_t run_strided(const StridedBatch& batch, bool gather, cudaStream_t stream) {
     std::uint64_t longest = 0;
     for (int n = 0; n < batch.count; ++n) {

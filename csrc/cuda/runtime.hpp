@@ -34,6 +34,7 @@ class Runtime {
     virtual int event_query(EventHandle event) = 0;  // kSuccess, kNotReady or an error
     virtual int memcpy_async(void* destination, const void* source, std::size_t nbytes, StreamHandle stream) = 0;
     // Kernels; see strided.hpp and crc_math.hpp.
+    virtual int find_kernels() = 0;  // kSuccess when the current device can run them
     virtual int launch_strided(const StridedBatch& batch, bool gather, StreamHandle stream) = 0;
     virtual int launch_crc32c(const void* data, std::size_t nbytes, std::uint32_t* raw, StreamHandle stream) = 0;
 

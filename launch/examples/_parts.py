@@ -63,6 +63,7 @@ def produce(stream: Stream, num_prompts: int) -> None:
     torch.manual_seed(0)
     shape = {"num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 64}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, hidden_size=HIDDEN, **shape)).to(stream.device)
-    producer = FeatureProducer(HFEagle3TargetModel(model, [0, 1, 2]), stream.store, run_id=stream.run_id)
+    backend = HFEagle3TargetModel(model, [0, 1, 2])
+    producer = FeatureProducer(backend, stream.store, run_id=stream.run_id, donate=True)
     with AsyncFeaturePipeline(producer, stream.queue, stream.prompts(Prompts(num_prompts))) as pipeline:
         pipeline.join()

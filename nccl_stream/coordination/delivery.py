@@ -126,6 +126,15 @@ class OwnerDelivery:
         self._take_back(sorted(draft.held, key=lambda sid: self._samples[sid].order), "its reader is gone")
         self.assign()
 
+    def draft_missed(self, inc: str, rank: int, *, awaited: bool) -> None:
+        """A draft was gone before it was heard of here; the last one of its rank says whether another is awaited."""
+        self._note_gone(inc)
+        if awaited:
+            self._awaited.add(rank)
+        else:
+            self._give_up(rank)
+        self.assign()
+
     def stop_awaiting(self, rank: int) -> None:
         """The dead draft of this rank has not come back in time."""
         self._give_up(rank)

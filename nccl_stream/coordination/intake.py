@@ -559,11 +559,18 @@ class DraftIntake:
         return len(self._owners[inc].transfers) + self.streams.in_flight(inc) if inc in self._owners else 0
 
     def estate(self, inc: str) -> tuple[list[str], list[str]]:
-        """Ids held and ids acked of an owner that is gone. A streamed sample that broke off is not held but lost."""
-        held = [
+        """Ids held and ids acked of an owner that is gone."""
+        owner = self._owners.get(inc)
+        return self.held_of(inc), [] if owner is None else list(owner.acked.values())
+
+    def held_of(self, inc: str) -> list[str]:
+        """Ids held of an owner. A streamed sample that broke off is not held but lost."""
+        return [
             delivery.sample_id
             for delivery in self.held.values()
             if delivery.owner == inc and not (delivery.stream is not None and delivery.stream.broken)
         ]
-        owner = self._owners.get(inc)
-        return held, [] if owner is None else list(owner.acked.values())
+
+    def knows(self, inc: str) -> bool:
+        """Whether this owner was there, and may have delivered here."""
+        return inc in self._owners

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.distributed.distributed_c10d import Store
 
 from nccl_stream.errors import ControlStoreError, WireFormatError
 
-__all__ = ["MAX_VALUE_BYTES", "ControlStore", "clone_store", "dump_json", "load_json", "tcp_store"]
+__all__ = ["MAX_VALUE_BYTES", "ControlStore", "clone_store", "dump_json", "launch_store", "load_json", "tcp_store"]
 
 # A TCPStore client loses its connection for good on a value over 8 MiB; half of that leaves room for framing.
 MAX_VALUE_BYTES = 4 * 1024 * 1024
@@ -37,6 +37,18 @@ def tcp_store(host: str, port: int, *, serve: bool, timeout: float) -> Store:
         wait_for_workers=False,
         timeout=timedelta(seconds=timeout),
         master_listen_fd=None if listener is None else listener.detach(),
+    )
+    return store
+
+
+def launch_store(host: str, port: int, *, serve: bool, timeout: float) -> Store:
+    """The ``TCPStore`` at which the ranks of one launch meet; ``RuntimeError`` when it cannot be had.
+
+    As torch's rendezvous makes it, on every interface and shared with other groups of this process, but without
+    waiting for the other ranks: who is missing is found out later, by name.
+    """
+    store: Store = dist.TCPStore(  # type: ignore[attr-defined]  # torch's stubs leave it out
+        host, port, is_master=serve, wait_for_workers=False, timeout=timedelta(seconds=timeout), multi_tenant=True
     )
     return store
 
@@ -201,6 +213,25 @@ class ControlStore:
             answer = self._client.compare_set(self._key(key), before, after)
         except RuntimeError as exc:
             raise self._failed("compare_set", key, exc) from exc
+        return bool(answer == after.encode())
+
+    def replace(self, key: str, desired: Any, *, unless: Callable[[Any], bool]) -> bool:
+        """Replace what stands there, whatever it is, unless it is to be kept; True when this call did it.
+
+        A missing key, a value that is not JSON, and one for which ``unless`` raises :class:`WireFormatError` are not
+        kept. Of several that replace at once, one does; ``desired`` must differ between them.
+        """
+        after = dump_json(desired)
+        try:
+            raw = self._client.get(self._key(key)) if self._client.check([self._key(key)]) else b""
+            try:
+                if raw and unless(load_json(raw)):
+                    return False
+            except WireFormatError:
+                pass  # nobody can obey it
+            answer = self._client.compare_set(self._key(key), raw, after)  # type: ignore[arg-type]  # bytes do
+        except RuntimeError as exc:
+            raise self._failed("replace", key, exc) from exc
         return bool(answer == after.encode())
 
     def push(self, key: str, text: str) -> None:

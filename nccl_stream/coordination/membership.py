@@ -7,9 +7,11 @@ earlier life left behind never does.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -17,6 +19,8 @@ from nccl_stream.coordination.kv import ControlStore
 from nccl_stream.errors import ConfigError, MembershipError, WireFormatError
 
 __all__ = ["Gone", "Identity", "Member", "Membership", "RunShape", "Timing"]
+
+logger = logging.getLogger(__name__)
 
 _POLL_S = 0.05
 
@@ -110,6 +114,10 @@ class Member:
         return f"{self.role} rank {self.rank} ({self.host} pid {self.pid})"
 
 
+def _inc_prefix(role: str, rank: int) -> str:
+    return f"{role[0]}{rank}-"
+
+
 def _parse_member(value: Any, role: str, rank: int) -> Member | None:
     """The member in a slot document; None for an empty slot."""
     if isinstance(value, WireFormatError):
@@ -127,6 +135,7 @@ def _parse_member(value: Any, role: str, rank: int) -> Member | None:
         raise WireFormatError(f"roster slot {role}/{rank} has bad versions")
     if (
         [value["role"], value["rank"]] != [role, rank]
+        or not value["inc"].startswith(_inc_prefix(role, rank))
         or type(value["rank"]) is not int
         or type(value["pid"]) is not int
     ):
@@ -175,10 +184,11 @@ class Membership:
         self._timing = timing
         self._clock = clock
         self._sleep = sleep
-        self.inc = f"{identity.role[0]}{identity.rank}-{uuid.uuid4().hex[:12]}"
+        self.inc = _inc_prefix(identity.role, identity.rank) + uuid.uuid4().hex[:12]
         self.epoch = ""
         self._seen: dict[str, tuple[int, float]] = {}
         self._last_in_slot: dict[tuple[str, int], Member] = {}
+        self._last_gone: dict[str, Gone] = {}
 
     def use(self, root: ControlStore) -> None:
         """From now on called from another thread, with that thread's client."""
@@ -197,19 +207,35 @@ class Membership:
         """
         deadline = self._clock() + self._timing.connect_s
         why = "the store held no epoch"
+        waits_for = ""
         while self._clock() < deadline:
             document = self._root.get("epoch")
-            if document is None or self._is_over(document):
+            if document is None:
                 if self._found(document):
                     return
                 continue
             epoch = self._check_epoch(document)
-            alive = self._looks_alive(epoch, deadline)
+            over, slots = self._is_over(document), self._slots_of(document)
+            there = self._still_there(epoch, slots) if over else []
+            if over and not there:
+                if self._found(document):
+                    return
+                continue
+            if over:
+                # Those who are still in it would be cut off by a new epoch.
+                names = ", ".join(there[:8])
+                if waits_for != names:
+                    waits_for = names
+                    logger.info("%s: waits for %s to leave the last run of this id", self.inc, names)
+            why = f"its last life is over, and {waits_for} did not leave" if over else f"epoch {epoch} looked dead"
+            alive = self._looks_alive(epoch, slots, deadline)
             if not alive:
-                why = f"epoch {epoch} shows no living member"
                 # Looking for too short a time proves nothing, and a new epoch would end the run of those who live.
                 if alive is not None and self._found(document):
                     return
+                continue
+            if over:
+                self._sleep(_POLL_S)
                 continue
             self._check_config(document)
             self.epoch = epoch
@@ -255,7 +281,24 @@ class Membership:
     def _is_over(self, document: Any) -> bool:
         return self._root.get(f"e/{self._check_epoch(document)}/over") is not None
 
-    def _looks_alive(self, epoch: str, deadline: float) -> bool | None:
+    def _slots_of(self, document: dict[str, Any]) -> list[tuple[str, int]]:
+        """The slots of an epoch, which may be that of a run of another size."""
+        counts = [document["num_targets"], document["num_drafts"]]
+        if any(type(count) is not int or not 0 < count <= 65536 for count in counts):
+            return self.shape.slots()
+        return replace(self.shape, num_targets=counts[0], num_drafts=counts[1]).slots()
+
+    def _still_there(self, epoch: str, slots: list[tuple[str, int]]) -> list[str]:
+        """Members of an epoch that have no tombstone, as people know them."""
+        there: list[str] = []
+        for role, rank in slots:
+            with contextlib.suppress(WireFormatError):  # what is damaged holds nobody up
+                holder = _parse_member(self._root.get(f"e/{epoch}/slot/{role}/{rank}") or {"inc": ""}, role, rank)
+                if holder is not None and self._root.get(f"e/{epoch}/gone/{holder.inc}") == {"kind": ""}:
+                    there.append(holder.label)
+        return there
+
+    def _looks_alive(self, epoch: str, slots: list[tuple[str, int]], deadline: float) -> bool | None:
         """Whether some member's heartbeat advances while we look; None: no time left to tell.
 
         Looks as long as anybody must before it declares a death: a run that only stands still is not dead.
@@ -269,7 +312,7 @@ class Membership:
             looked_at = now
             if now >= min(deadline, full):
                 return False if full <= deadline else None
-            for role, rank in self.shape.slots():
+            for role, rank in slots:
                 slot = self._root.get(f"e/{epoch}/slot/{role}/{rank}")
                 if type(slot) is not dict or not slot.get("inc"):
                     continue
@@ -279,7 +322,7 @@ class Membership:
                 if slot["inc"] in first and first[slot["inc"]] != status:
                     return True
                 first.setdefault(slot["inc"], status)
-            if self._root.get(f"e/{epoch}/over") is not None:
+            if self._root.get(f"e/{epoch}/over") is not None and not self._still_there(epoch, slots):
                 return False
             self._sleep(_POLL_S)
 
@@ -305,7 +348,8 @@ class Membership:
                 f"{self.identity.role} rank {self.identity.rank} disagrees with run {self.shape.run_id!r} on "
                 f"{'; '.join(differences)}. Pass the same values on every rank."
             )
-            self._root.set(f"e/{document['epoch']}/refused", {"reason": message[:2000]})
+            who = {"role": self.identity.role, "rank": self.identity.rank}
+            self._root.set(f"e/{document['epoch']}/refused", {"reason": message[:2000], **who})
             raise ConfigError(message)
 
     def _take_slot(self, deadline: float) -> bool:
@@ -319,13 +363,21 @@ class Membership:
         if holder is not None:
             if self.shape.one_launch:
                 return False
-            if self._read_gone(holder.inc) is None and not self._outlive(holder, deadline):
+            if self.tombstone(holder.inc) is None and not self._outlive(holder, deadline):
                 raise MembershipError(
                     f"{holder.label} is alive and holds {self.identity.role} rank {self.identity.rank} of run "
                     f"{self.shape.run_id!r}; start this process under another rank"
                 )
+            # Before its rank is ours: whoever comes later learns of it from here alone.
+            self._set(f"before/{self.inc}", current)
         if not self.documents.compare_set(key, current, mine):
             return False
+        if current is not None and self._get("over") is not None:
+            self.documents.compare_set(key, mine, current)  # the last ones left while this one came
+            return False
+        refused, who = self._get("refused"), (self.identity.role, self.identity.rank)
+        if type(refused) is dict and (refused.get("role"), refused.get("rank")) == who:
+            self.documents.delete("refused")  # it was this rank that had been mistyped
         self.touch_roster()
         return True
 
@@ -337,7 +389,7 @@ class Membership:
         while (now := self._clock()) < deadline:
             since += self._not_looked(looked_at, now)
             looked_at = now
-            if self._read_gone(holder.inc) is not None:
+            if self.tombstone(holder.inc) is not None:
                 return True
             status = self._get(f"status/{holder.inc}")
             if status != last:
@@ -373,37 +425,41 @@ class Membership:
     def tombstone(self, inc: str) -> Gone | None:
         """Why ``inc`` is no longer a member; None while it is, or when the tombstone is damaged."""
         try:
-            return self._read_gone(inc)
+            value = self._get(f"gone/{inc}")
+            return None if value is None else _parse_gone(value)
         except WireFormatError:
             return None
 
-    def _read_gone(self, inc: str) -> Gone | None:
-        value = self._get(f"gone/{inc}")
-        return None if value is None else _parse_gone(value)
-
     def bury(self, inc: str, kind: str, reason: str) -> bool:
-        """Set the one tombstone of ``inc``; True when this call set it. All obey it, the victim included."""
-        wrote = self.documents.compare_set(
+        """Set the one tombstone of ``inc``; True when this call set it. All obey it, the victim included.
+
+        A damaged one is no tombstone: it is replaced, or nobody could ever bury ``inc``.
+        """
+        wrote = self.documents.replace(
             f"gone/{inc}",
-            {"kind": ""},
             {"kind": kind, "reason": reason[:2000], "by": f"{self.inc}/{uuid.uuid4().hex[:6]}"},
+            unless=lambda value: _parse_gone(value) is not None,
         )
         if wrote:
             self.touch_roster()
         return wrote
 
     def read_roster(self) -> dict[str, Member]:
-        """Every slot's incarnation with its tombstone, if it has one. A damaged slot reads as it did before."""
+        """Every slot's incarnation with its tombstone, if it has one. What is damaged reads as it did before."""
         shape = self.shape
         values = self._root.get_many([f"e/{self.epoch}/slot/{role}/{rank}" for role, rank in shape.slots()])
         members: list[Member] = []
-        for (role, rank), value in zip(shape.slots(), values, strict=True):
+        for slot, value in zip(shape.slots(), values, strict=True):
+            last = self._last_in_slot.get(slot)
             try:
-                member = _parse_member(value, role, rank)
+                member = _parse_member(value, *slot)
             except WireFormatError:
-                member = self._last_in_slot.get((role, rank))
+                member = last
+            # Whoever takes a slot has written where its tombstone shall stand: a slot that names another one is a lie.
+            if member is not None and (last is None or member.inc != last.inc) and not self._can_be_buried(member.inc):
+                member = last
             if member is not None:
-                self._last_in_slot[role, rank] = member
+                self._last_in_slot[slot] = member
                 members.append(member)
         gones = self._root.get_many([f"e/{self.epoch}/gone/{member.inc}" for member in members])
         roster: dict[str, Member] = {}
@@ -411,9 +467,34 @@ class Membership:
             try:
                 gone = _parse_gone(value)
             except WireFormatError:
-                gone = None
+                gone = self._last_gone.get(member.inc)  # who is gone does not come back
+            if gone is not None:
+                self._last_gone[member.inc] = gone
             roster[member.inc] = replace(member, gone=gone)
         return roster
+
+    def _can_be_buried(self, inc: str) -> bool:
+        return self.documents.exists([f"gone/{inc}"])
+
+    def predecessors(self, member: Member, known: Container[str]) -> list[Member]:
+        """Who held the slot of ``member`` before it, oldest first, back to the last one in ``known``; all are gone."""
+        chain: list[Member] = []
+        seen = {member.inc}
+        while True:
+            try:
+                before = _parse_member(self._get(f"before/{member.inc}") or {"inc": ""}, member.role, member.rank)
+            except WireFormatError as exc:
+                logger.error("who was %s %d before %s is not known: %s", member.role, member.rank, member.inc, exc)
+                break
+            if before is None or before.inc in seen or before.inc in known:
+                break
+            if not self.documents.exists([f"gone/{before.inc}", f"status/{before.inc}"]):
+                logger.error("%s, named as a predecessor of %s, never was a member", before.inc, member.inc)
+                break
+            member = replace(before, gone=self.tombstone(before.inc) or Gone("died", "its rank was taken over", ""))
+            seen.add(member.inc)
+            chain.append(member)
+        return chain[::-1]
 
     def refusal(self) -> str | None:
         """Why a rank could not join, when one wrote that down."""

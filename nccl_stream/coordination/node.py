@@ -46,6 +46,13 @@ class NodeHandler(Protocol):
 
     def on_joined(self, member: Member) -> None: ...
 
+    def on_missed(self, member: Member) -> None:
+        """A member that was gone before this process heard of it.
+
+        Told after the living that were found with it; those of one rank in the order of their lives.
+        """
+        ...
+
     def on_gone(self, member: Member) -> None: ...
 
     def on_fatal(self, error: NcclStreamError) -> None: ...
@@ -140,8 +147,11 @@ class Node:
             self._threads.append(thread)
             thread.start()
 
-    def wait_complete(self, deadline: float) -> None:
+    def wait_complete(self, deadline: float, *, is_served: Callable[[], bool] = lambda: True) -> None:
         """Block until every slot has a living member, and the handler has been told of all of them.
+
+        A run that was complete once goes on without those who have gone since, if ``is_served`` says that enough are
+        left for this process.
 
         Raises:
             PeerTimeoutError: names the ranks that are missing at ``deadline`` (monotonic seconds).
@@ -153,16 +163,23 @@ class Node:
                 self.raise_if_fatal()
                 # Only whom the handler knows: it would miss what it has to wait for next.
                 known = {*self._introduced, self.inc}
-                alive = {(m.role, m.rank) for m in self._members.values() if m.gone is None and m.inc in known}
+                members = [m for m in self._members.values() if m.inc in known]
                 failed = [m for m in self._members.values() if m.gone is not None and m.gone.kind == "failed"]
+            alive = {(m.role, m.rank) for m in members if m.gone is None}
             if failed and self.shape.one_launch:
                 raise MembershipError(f"the run cannot be formed: {failed[0].label} failed: {failed[0].gone}")
             missing = [slot for slot in self.shape.slots() if slot not in alive]
             if not missing:
+                documents.set("formed", True)
                 return
-            refused = documents.get("refused")
-            if type(refused) is dict and type(refused.get("reason")) is str:
-                raise MembershipError(f"the run cannot be formed: {refused['reason'][:2000]}")
+            if documents.get("formed") is True:
+                # One launch goes down as a whole when a rank dies.
+                kinds = ("left",) if self.shape.one_launch else ("left", "died", "failed")
+                gone = {(m.role, m.rank) for m in members if m.gone is not None and m.gone.kind in kinds}
+                if gone.issuperset(missing) and is_served():
+                    return
+            else:
+                self._raise_if_refused(documents)
             if self._clock() > deadline:
                 names = ", ".join(f"{role} rank {rank}" for role, rank in missing[:16])
                 raise PeerTimeoutError(
@@ -173,6 +190,12 @@ class Node:
                 self._hurry_roster = True
                 self._notify()
             self._stop.wait(0.05)
+
+    @staticmethod
+    def _raise_if_refused(documents: ControlStore) -> None:
+        refused = documents.get("refused")
+        if type(refused) is dict and type(refused.get("reason")) is str:
+            raise MembershipError(f"the run cannot be formed: {refused['reason'][:2000]}")
 
     def raise_if_fatal(self) -> None:
         """Raise the error that ended this node, if one did."""
@@ -428,9 +451,12 @@ class Node:
             self._read_roster(membership)
 
     def _check_own_tombstone(self, documents: ControlStore) -> None:
-        gone = documents.get(f"gone/{self.inc}")
+        try:
+            gone = documents.get(f"gone/{self.inc}")
+        except WireFormatError:
+            gone = "damaged"  # what stood there before may have been a tombstone
         if gone is not None and gone != {"kind": ""} and self._state == "up":
-            reason = gone.get("reason", "") if type(gone) is dict else ""
+            reason = gone.get("reason", "") if type(gone) is dict else "its tombstone in the store is damaged"
             raise FencedError(f"this process was declared dead by its peers ({reason}); restart it to go on")
 
     def _watched(self) -> list[str]:
@@ -453,6 +479,11 @@ class Node:
             if inc not in roster and member.gone is None:
                 gone = membership.tombstone(inc) or Gone("died", "its rank was taken over", "")
                 roster[inc] = replace(member, gone=gone)
+        missed: dict[str, Member] = {}
+        for member in roster.values():
+            if member.inc not in before:
+                missed |= {old.inc: old for old in membership.predecessors(member, before)}
+        roster = {**missed, **roster}
         with self._cond:
             self._members = {**before, **roster}
             joined = [m for inc, m in roster.items() if inc not in before]
@@ -464,7 +495,7 @@ class Node:
                 if member.gone is not None:
                     self._mail.forget(member.inc)
             self._cond.notify_all()
-        for member in joined:
+        for member in sorted(joined, key=lambda member: member.gone is not None):
             if member.inc == self.inc:
                 continue
             if greet and member.gone is None:
@@ -472,6 +503,8 @@ class Node:
             logger.info("%s: sees %s%s", self.inc, member.label, "" if member.gone is None else " (gone)")
             if member.gone is None:
                 self._handler.on_joined(member)
+            else:
+                self._handler.on_missed(member)
             with self._cond:
                 self._introduced.add(member.inc)
                 self._cond.notify_all()

@@ -48,7 +48,7 @@ class _Dead:
     label: str
     kind: str
     reason: str
-    heirs: frozenset[str]
+    heirs: frozenset[str] | None
     estates: dict[str, Estate] = field(default_factory=dict)
     document: dict[str, Any] | None = None
     outcomes: Counter[str] = field(default_factory=Counter)
@@ -65,9 +65,12 @@ class Obituaries:
         self._dead: dict[str, _Dead] = {}
         self._early: list[tuple[str, Estate]] = []
 
-    def died(self, owner: str, label: str, kind: str, reason: str, heirs: list[str]) -> None:
-        """An owner is gone without having settled everything; ``heirs`` are the drafts that lived then."""
-        self._dead.setdefault(owner, _Dead(label, kind, reason, frozenset(heirs)))
+    def died(self, owner: str, label: str, kind: str, reason: str, heirs: list[str] | None) -> None:
+        """An owner is gone without having settled everything.
+
+        ``heirs``: the drafts that lived then; None: whoever lives when its books are closed.
+        """
+        self._dead.setdefault(owner, _Dead(label, kind, reason, None if heirs is None else frozenset(heirs)))
         early, self._early = self._early, []
         for sender, estate in early:
             self.heard(sender, estate)
@@ -100,8 +103,29 @@ class Obituaries:
         return [
             owner
             for owner, dead in self._dead.items()
-            if dead.document is None and all(inc in dead.estates for inc in alive if inc in dead.heirs)
+            if dead.document is None
+            and all(inc in dead.estates for inc in alive if dead.heirs is None or inc in dead.heirs)
         ]
+
+    def knows(self, owner: str) -> bool:
+        """Whether this owner has died, as far as this draft has heard."""
+        return owner in self._dead
+
+    def is_closed(self, owner: str) -> bool:
+        """Whether this owner's books are closed and read."""
+        return owner in self._dead and self._dead[owner].document is not None
+
+    def counting(self) -> list[str]:
+        """Owners whose estate this draft has declared."""
+        return [owner for owner, dead in self._dead.items() if dead.counting]
+
+    def declared(self, draft: str) -> list[Estate]:
+        """What this draft has declared, of owners whose books are still open."""
+        return [dead.estates[draft] for dead in self._dead.values() if dead.document is None and draft in dead.estates]
+
+    def early(self, owner: str) -> list[str]:
+        """Drafts that have declared their share of an owner that is not dead as far as this draft knows."""
+        return [sender for sender, estate in self._early if estate.owner == owner]
 
     def compose(self, owner: str, journal: JournalReading) -> dict[str, Any]:
         """The document that closes the owner's books, from its journal and the estates."""

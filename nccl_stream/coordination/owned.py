@@ -42,7 +42,7 @@ class OwnedSample:
 
 @dataclass(frozen=True)
 class DeadLetter:
-    """A sample whose retry budget is spent."""
+    """A sample that was failed for good or too often. It is not in the store any more."""
 
     sample_id: str
     reason: str

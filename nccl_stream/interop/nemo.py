@@ -294,6 +294,7 @@ class _StoreFromNemo(FeatureStore):
         self._holds: Holds[str] = Holds()
         self._lock = threading.Lock()
         self._theirs: dict[str, list[Any]] = {}
+        self._is_full = False  # since a put was refused, until one succeeds or a sample is freed
         self._closed = False
 
     @property
@@ -338,7 +339,9 @@ class _StoreFromNemo(FeatureStore):
             health = self.inner.health()
             nbytes = sum(FeatureSpec.of(tensor).nbytes for tensor in tensors.values())
             can_wait = not health.capacity_bytes or nbytes <= health.capacity_bytes
+            self._is_full = can_wait
             raise CapacityError(str(error), can_wait=can_wait) from error
+        self._is_full = False
         return from_nemo_ref(ref)
 
     def get(
@@ -383,6 +386,10 @@ class _StoreFromNemo(FeatureStore):
             health.low_watermark_hit,
         )
 
+    def is_full(self) -> bool:
+        """See :meth:`FeatureStore.is_full`. NeMo does not say how many samples its store may hold."""
+        return self._is_full or self.health().high_watermark_hit
+
     def close(self) -> None:
         """Close NeMo's store. Idempotent."""
         self._closed = True
@@ -401,3 +408,4 @@ class _StoreFromNemo(FeatureStore):
                 theirs = self._theirs.pop(sample_id, [])
             for handle in theirs:
                 self.inner.release(handle)
+                self._is_full = False

@@ -73,7 +73,7 @@ class DraftQueue:
                     remaining = deadline - time.monotonic()
                     if remaining <= 0:
                         return None
-                    side.cond.wait(min(remaining, MAX_WAIT_S))
+                    side.wait(min(remaining, MAX_WAIT_S))
             finally:
                 side.waited_s += time.monotonic() - started
 

@@ -97,6 +97,7 @@ class DraftSide(Side):
         self.waited_s = 0.0
         self.template: SampleRef | None = None
         self._targets: dict[int, str] = {}
+        self._deserted = False
         self._restarts: dict[str, float] = {}
         self._ended_drafts: dict[str, float] = {}
         self._early_haves: list[tuple[str, Have]] = []
@@ -109,7 +110,15 @@ class DraftSide(Side):
     def wire(self, node: Node, links: Links, store: NcclFeatureStore, arena: Arena) -> None:
         """Second half of construction: the parts that need this one."""
         self.node, self.links, self.store, self.arena = node, links, store, arena
-        self.estates = Estates(self.cond, node, self.intake, later=self._later, on_read=self._changed)
+        self.estates = Estates(
+            self.cond,
+            node,
+            self.intake,
+            later=self._later,
+            on_read=self._changed,
+            report=self.lost_reports.report,
+            clock=self._clock,
+        )
         self.leases = DraftLeases(
             self.intake,
             lease=self.config.lease,
@@ -170,10 +179,10 @@ class DraftSide(Side):
             slot_bytes = self.streams.windows(ref).total_bytes
         if nbytes != ref.estimated_bytes:
             raise RefError(f"sample {ref.sample_id!r}: estimated_bytes={ref.estimated_bytes}, its specs make {nbytes}")
-        if slot_bytes > self.arena.capacity_bytes or nbytes > self.config.max_sample_bytes:
+        if slot_bytes > self.config.slot_bytes() or nbytes > self.config.max_sample_bytes:
             raise CapacityError(
-                f"sample {ref.sample_id!r} needs {slot_bytes} bytes, this rank takes samples of up to "
-                f"{self.config.max_sample_bytes} bytes in an arena of {self.arena.capacity_bytes}",
+                f"sample {ref.sample_id!r} of {nbytes} bytes needs a slot of {slot_bytes}, this rank takes samples of "
+                f"up to {self.config.max_sample_bytes} in slots of up to {self.config.slot_bytes()}",
                 can_wait=False,
             )
         return slot_bytes
@@ -253,14 +262,27 @@ class DraftSide(Side):
 
     def on_joined(self, member: Member) -> None:
         if member.role != "target":
+            with self.cond:
+                self.estates.draft_joined(member.inc)
             return
         linked = self._rank in self.config.linked_drafts(member.rank, self._num_drafts)
         with self.cond:
             self._targets[member.rank] = member.inc
             if linked:
                 self.intake.owner_joined(member.inc, member.rank)
+            self._deserted = self._deserted and not self._serving()
         if linked:
             self.links.add(member)
+
+    def on_missed(self, member: Member) -> None:
+        with self.cond:
+            if member.role == "target":
+                self._targets.setdefault(member.rank, member.inc)
+                self._note_desertion(member)
+            else:
+                self._draft_ended(member.inc, member.rank)
+            self.estates.missed(member)
+            self._changed()
 
     def on_gone(self, member: Member) -> None:
         kind = "" if member.gone is None else member.gone.kind
@@ -268,16 +290,34 @@ class DraftSide(Side):
             with self.cond:
                 self.intake.owner_gone(member.inc, kind)
                 self.estates.owner_gone(member)
+                self._note_desertion(member)
             self.links.remove(member.inc)
         with self.cond:
             if member.role == "draft":
                 self._draft_ended(member.inc, member.rank)
+                self.estates.missed(member)
             if member.role == "draft" and self.rounds is not None:
                 awaited = kind != "left" and self._restart_timeout > 0
                 if awaited:
                     self._restarts[member.inc] = self._clock() + self._restart_timeout
                 self.rounds.member_gone(member.inc, awaited=awaited)
             self._changed()
+
+    def _note_desertion(self, target: Member) -> None:
+        """Whether nobody serves this rank any more because a target died: when the last one leaves, all is well."""
+        died = target.gone is not None and target.gone.kind != "left"
+        self._deserted = self._deserted or (died and not self._serving())
+
+    def _serving(self) -> bool:
+        """Whether a living target may have samples for this rank.
+
+        With padding, a rank that nobody serves any more takes part in the rounds of the others.
+        """
+        return bool(self.node.alive("target") if self.config.end == "pad" else self.intake.serving_owners())
+
+    def is_served(self) -> bool:
+        with self.cond:
+            return self._serving()
 
     def _draft_ended(self, what: str, rank: int) -> None:
         """No owner is idle before it says that it knows this; an owner that never knew the draft says nothing."""
@@ -486,9 +526,7 @@ class DraftSide(Side):
         if failed:
             return f"{FAILED_PREFIX}{failed}"
         loss = self.estates.loss()
-        # With padding, a rank that nobody serves any more takes part in the rounds of the others.
-        serving = self.node.alive("target") if self.config.end == "pad" else self.intake.serving_owners()
-        nobody_left = self._all_targets_known() and not serving and self.intake.drained()
+        nobody_left = self._deserted and self._all_targets_known() and not self._serving() and self.intake.drained()
         return loss if nobody_left or self.config.on_loss == "raise" else ""
 
     # -- leases --------------------------------------------------------------------------------------------------------
@@ -601,30 +639,39 @@ class DraftSide(Side):
         return SamplesLostError(text, lost) if lost else PeerLostError(text)
 
     def clean_up(self) -> None:
-        """After the end: give back what is left over; the lock is held. Idempotent."""
+        """Take nothing more and give back what is left over; the lock is held. Idempotent.
+
+        Unless everybody hears of an agreed end, or nothing is left, this rank says so: its owners would offer what it
+        refuses again and again.
+        """
         if self._cleaned:
             return
         self._cleaned = True
         end = None if self.rounds is None else self.rounds.end
         self.intake.stop("this rank takes nothing more")
         self.leases.clear_pending(drop=end is not None and not end.error and not end.stopped)
+        if end is None and (self.rounds is not None or not self.intake.all_settled()):
+            self.tell_all(Leaving(self.cohort))
 
     def leave_rounds(self) -> None:
         """Take nothing more: hand back what is not leased and tell everybody. Idempotent."""
         with self.cond:
-            already = self._cleaned
             if self.rounds is not None:
                 self.rounds.leave()
             self.clean_up()
             self.cond.notify_all()
-        if not already:
-            self.tell_all(Leaving(self.cohort))
 
     def return_leases(self) -> None:
         """Hand back what is still leased; the rank is leaving."""
         with self.cond:
             self.leases.return_all()
             self._changed()
+
+    def log_leftovers(self) -> None:
+        with self.cond:
+            unserved = self.finished and self.end_error() is None and not self.leases.handed and not self._stop_reason
+        if unserved:
+            logger.warning("%s: the stream ended, and no sample of it came to this rank", self.node.inc)
 
     def check_held(self) -> None:
         """Raise when user references have kept all memory for longer than ``held_timeout``; the lock is held."""

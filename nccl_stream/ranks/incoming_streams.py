@@ -364,7 +364,7 @@ class IncomingReader(PieceReader):
                 waited = time.monotonic() - started
                 self._check_waited(waited, timeout)
                 rest = math.inf if timeout is None else max(0.0, timeout - waited)
-                streams.side.cond.wait(min(WAIT_S, streams.side.config.lease / 4, rest))
+                streams.side.wait(min(WAIT_S, streams.side.config.lease / 4, rest))
             views = streams.views(piece)
             self._count.add(piece.length)
         release = partial(streams.release, stream, self._token, piece, views)

@@ -48,7 +48,6 @@ class OutgoingStreams:
     def __init__(self, side: Side, delivery: OwnerDelivery, refused: Callable[[str, int, PieceSending], None]) -> None:
         self.cond = side.cond
         self.waited_s = 0.0
-        self.on_lost: Callable[[tuple[str, ...]], None] | None = None
         self._side = side
         self._delivery = delivery
         self._refused = refused
@@ -77,6 +76,10 @@ class OutgoingStreams:
         self._side.raise_if_fatal()
         if not self._delivery.may_be_read(sample.ref.sample_id):
             raise PeerLostError(f"streamed sample {sample.ref.sample_id!r}: no draft rank is left that could read it")
+
+    def wait(self, seconds: float) -> None:
+        """See :meth:`Side.wait`."""
+        self._side.wait(seconds)
 
     def waited(self, seconds: float) -> None:
         """A writer has waited for its reader."""
@@ -126,15 +129,17 @@ class OutgoingStreams:
                 self.changed(sample)
             for sample in [s for s in self._samples.values() if s.stream.outcome and not s.offered]:
                 self._forget(sample)  # discarded
+        self.report_lost()
+
+    def report_lost(self) -> None:
+        """Tell the user what was lost since the last time; the lock is not held."""
+        with self.cond:
             lost = self._delivery.lost[self._num_lost_told :]
             self._num_lost_told += len(lost)
         for each in lost:
             logger.error("streamed sample %s is lost: %s", each.sample_id, each.reason)
-        if lost and self.on_lost is not None:
-            try:
-                self.on_lost(tuple(each.sample_id for each in lost))
-            except Exception:
-                logger.exception("the on_lost callback raised")
+        if lost:
+            self._side.lost_reports.report(tuple(each.sample_id for each in lost))
 
     # -- transfers -----------------------------------------------------------------------------------------------------
 

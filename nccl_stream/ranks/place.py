@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Literal
 
 import torch
 from torch.distributed.distributed_c10d import Store
-from torch.distributed.rendezvous import rendezvous
 
 from nccl_stream.config import StreamConfig
-from nccl_stream.coordination.kv import tcp_store
+from nccl_stream.coordination.kv import launch_store, tcp_store
 from nccl_stream.errors import ConfigError, ControlStoreError
 
 __all__ = ["Place", "Role", "find_place", "pick_device", "reach_store"]
 
 Role = Literal["target", "draft"]
+
+MAX_PORT = 65535
+_MAX_DIGITS = 18
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 @dataclass(frozen=True)
@@ -50,38 +52,75 @@ def reach_store(store: str | Store | None, timeout: float) -> Store:
     """Return a client of the store where all meet, None for torchrun's own. Blocks up to ``timeout`` seconds.
 
     Raises:
-        ConfigError: a malformed address.
+        ConfigError: a malformed address, or something that is no store.
         ControlStoreError: nobody answers at it.
     """
-    limit = timedelta(seconds=timeout)
     if store is None:
-        return next(iter(rendezvous("env://", timeout=limit)))[0]  # type: ignore[no-any-return]
+        return _reach_own_store(timeout)
     if isinstance(store, str):
         host, port = _parse_address(store)
         try:
             return tcp_store(host, port, serve=False, timeout=timeout)
         except (RuntimeError, ValueError) as exc:
+            where = "" if host in _LOOPBACK else "--host 0.0.0.0 "
             raise ControlStoreError(
                 f"no store answers at {store} within {timeout:.0f} s: start one there with "
-                f"'nccl-stream store --port {port}' ({str(exc).splitlines()[0][:200]})"
+                f"'nccl-stream store {where}--port {port}' ({_first_line(exc)})"
             ) from exc
+    if not all(callable(getattr(store, method, None)) for method in ("clone", "compare_set")):
+        raise ConfigError(f"store must be None, 'tcp://host:port' or a TCPStore, got {type(store).__name__}")
     return store
+
+
+def _reach_own_store(timeout: float) -> Store:
+    """The store of this launch, which torchrun's agent keeps, or else its first rank."""
+    host, port = os.environ.get("MASTER_ADDR", ""), _env_int("MASTER_PORT")
+    if not host or port is None:
+        raise ConfigError(
+            "RANK is set, but not MASTER_ADDR and MASTER_PORT: start this under torchrun, set them, or pass a store"
+        )
+    if not 0 < port <= MAX_PORT:
+        raise ConfigError(f"MASTER_PORT={port} in the environment is not a port")
+    agent = _agent_keeps_store()
+    serve = not agent and _env_int("RANK") == 0
+    try:
+        return launch_store(host, port, serve=serve, timeout=timeout)
+    except (RuntimeError, ValueError) as exc:
+        keeper = "torchrun's agent" if agent else "rank 0 of the launch"
+        what = "cannot be kept" if serve else f"does not answer within {timeout:.0f} s"
+        raise ControlStoreError(
+            f"the store at MASTER_ADDR:MASTER_PORT = {host}:{port}, which {keeper} keeps, {what}: {_first_line(exc)}"
+        ) from exc
+
+
+def _agent_keeps_store() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).splitlines()[0][:200] if str(error) else type(error).__name__
 
 
 def _parse_address(address: str) -> tuple[str, int]:
     host, separator, port = address.removeprefix("tcp://").rpartition(":")
-    if not address.startswith("tcp://") or not separator or not host or not port.isdigit():
+    number = _parse_number(port)
+    if not address.startswith("tcp://") or not separator or not host or number is None or not 0 < number <= MAX_PORT:
         raise ConfigError(f"a store address looks like tcp://host:port, got {address!r}")
-    return host.strip("[]"), int(port)
+    return host.strip("[]"), number
+
+
+def _parse_number(text: str) -> int | None:
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS else None
 
 
 def _env_int(name: str) -> int | None:
     value = os.environ.get(name)
     if value is None:
         return None
-    if not value.isdigit():
+    number = _parse_number(value)
+    if number is None:
         raise ConfigError(f"{name}={value!r} in the environment is not a number")
-    return int(value)
+    return number
 
 
 def find_place(
@@ -102,6 +141,8 @@ def find_place(
     for name, value in (("num_targets", num_targets), ("num_drafts", num_drafts)):
         if value is not None and (type(value) is not int or value < 1):
             raise ConfigError(f"{name} must be a positive int, got {value!r}")
+    if rank is not None and type(rank) is not int:
+        raise ConfigError(f"rank must be an int, got {rank!r}")
     if role is None and rank is not None:
         raise ConfigError("rank goes with role: give both (two launches) or neither (one launch)")
     env_rank, env_world = _env_int("RANK"), _env_int("WORLD_SIZE")
@@ -116,6 +157,8 @@ def find_place(
         if num_targets is None:
             raise ConfigError("give num_targets (the first ranks are targets) or target_ranks")
         target_ranks = range(num_targets)
+    elif not isinstance(target_ranks, Collection) or any(type(r) is not int for r in target_ranks):
+        raise ConfigError(f"target_ranks must be a sequence of ints, got {target_ranks!r:.80}")
     targets = tuple(sorted(set(target_ranks)))
     drafts = tuple(r for r in range(env_world) if r not in targets)
     if not targets or targets[0] < 0 or targets[-1] >= env_world or not drafts:
@@ -130,9 +173,8 @@ def find_place(
             f"num_drafts={num_drafts}, but a world of {env_world} with {len(targets)} targets leaves {len(drafts)}"
         )
     own = targets if env_rank in targets else drafts
-    # rendezvous() already puts torchrun's restart count into the store's prefix where torchrun hosts the store.
     scope = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    hosts = store is None and env_rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    hosts = store is None and env_rank == 0 and not _agent_keeps_store()
     return Place(
         "target" if own is targets else "draft", own.index(env_rank), len(targets), len(drafts), True, scope, own, hosts
     )

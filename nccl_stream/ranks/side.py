@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -13,6 +14,7 @@ from nccl_stream.coordination.messages import Message
 from nccl_stream.coordination.node import Node
 from nccl_stream.errors import NcclStreamError, WireFormatError
 from nccl_stream.ranks.links import Links
+from nccl_stream.ranks.lost_reports import LostReports
 from nccl_stream.stores.nccl import NcclFeatureStore
 
 __all__ = ["Side", "take_due"]
@@ -20,6 +22,8 @@ __all__ = ["Side", "take_due"]
 logger = logging.getLogger(__name__)
 
 K = TypeVar("K")
+
+PUMP_S = 0.001  # between two looks at unfinished transfers by a thread that waits; see TransferEngine's own
 
 
 class Side:
@@ -36,19 +40,49 @@ class Side:
     node: Node
     links: Links
     store: NcclFeatureStore
+    pump: Callable[[], bool] | None = None  # issues and completes transfers, where no thread of the package does
 
     def __init__(self, config: StreamConfig, *, restart_timeout: float, clock: Callable[[], float]) -> None:
         self.config = config
         self.cond = threading.Condition()
+        self.lost_reports = LostReports()
         self._restart_timeout = restart_timeout
         self._clock = clock
         self._stop_reason = ""
         self._fatal: NcclStreamError | None = None
         self._tasks: list[Callable[[ControlStore], None]] = []
 
+    def is_served(self) -> bool:
+        """Whether somebody of the other role is there that this process can work with."""
+        raise NotImplementedError
+
     def _changed(self) -> None:
         """Do what follows from a change, and wake who waits for one; the lock is held."""
         self.cond.notify_all()
+
+    def wait(self, seconds: float) -> None:
+        """Wait for a change, at most ``seconds``; the lock is held, once, and given up meanwhile.
+
+        Where no thread of the package moves the bytes, the waiting thread does, or it might wait for itself. May return
+        early.
+        """
+        if self.pump is None:
+            self.cond.wait(seconds)
+            return
+        self.cond.release()  # what the pump completes is told under the lock, maybe to another thread that pumps
+        try:
+            moved = self.pump()
+        finally:
+            self.cond.acquire()
+        if not moved:
+            self.cond.wait(min(seconds, PUMP_S))
+
+    def pause(self, seconds: float) -> None:
+        """Let some time pass, at most ``seconds``; the lock is not held. As :meth:`wait`."""
+        if self.pump is None:
+            time.sleep(seconds)
+        elif not self.pump():
+            time.sleep(min(seconds, PUMP_S))
 
     def tell_all(self, message: Message) -> None:
         """Send a message to every living process of the run."""
@@ -75,6 +109,9 @@ class Side:
         """Raise the error that ended this side, if one did."""
         if self._fatal is not None:
             raise self._fatal
+
+    def log_leftovers(self) -> None:
+        """Log what did not come to a good end; this rank is about to leave."""
 
     # -- work that needs the store -----------------------------------------------------------------------------------
 

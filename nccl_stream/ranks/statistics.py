@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from nccl_stream.coordination.kv import ControlStore
 from nccl_stream.coordination.node import Node
 from nccl_stream.ranks.draft_side import DraftSide
+from nccl_stream.ranks.estates import left_open
 from nccl_stream.ranks.target_side import TargetSide
 
 __all__ = ["StreamStatistics", "read_statistics"]
@@ -54,7 +56,7 @@ class StreamStatistics(Mapping[str, Any]):
 def read_statistics(
     node: Node | None, side: TargetSide | DraftSide, documents: ControlStore | None = None
 ) -> StreamStatistics:
-    """Read the statuses of all ranks; without a node, only what this rank knows itself.
+    """Read the statuses of all ranks; without a node, only this rank's own.
 
     Args:
         node: this process's seat in the control plane.
@@ -63,8 +65,10 @@ def read_statistics(
             of both ends of a connection, and a lost answer of the name server costs five.
     """
     local = side.status()
+    own = {side.node.inc: local}
     statuses: dict[str, dict[str, Any]] = {}
     obituaries: dict[str, dict[str, Any]] = {}
+    inherited: Counter[str] = Counter()
     if node is not None:
         documents = node.documents() if documents is None else documents
         members = node.members()
@@ -72,17 +76,24 @@ def read_statistics(
         for member, value in zip(members, values, strict=True):
             if type(value) is dict:
                 statuses[member.inc] = value
-        statuses[node.inc] = local
+        statuses.update(own)
         for member in members:
             if member.role == "target" and member.gone is not None and member.gone.kind != "left":
                 document = documents.get(f"obituary/{member.inc}")
                 if type(document) is dict:
                     obituaries[member.inc] = document
-    return _add_up(statuses, obituaries, local)
+        for member in members:
+            if member.role == "draft" and member.gone is not None and obituaries:
+                held = left_open(documents, member.inc, statuses.get(member.inc), obituaries)
+                inherited.update({owner: len(ids) for owner, ids in held.items()})
+    return _add_up(statuses or own, obituaries, inherited, local)
 
 
 def _add_up(
-    statuses: dict[str, dict[str, Any]], obituaries: dict[str, dict[str, Any]], local: dict[str, Any]
+    statuses: dict[str, dict[str, Any]],
+    obituaries: dict[str, dict[str, Any]],
+    inherited: Counter[str],
+    local: dict[str, Any],
 ) -> StreamStatistics:
     owners: dict[str, dict[str, int]] = {}
     totals: dict[str, Any] = {**dict.fromkeys(BOOKS, 0), "redelivered": 0, "late": 0, "bytes": 0}
@@ -99,16 +110,22 @@ def _add_up(
             totals["waited_s"] += _number(status, "waited_s")
             totals["checksum_failures"] += int(_number(status, "checksum_failures"))
     for inc, document in obituaries.items():
-        owners[inc] = _closed_books(inc, document, statuses)
+        owners[inc] = _closed_books(inc, document, statuses, inherited[inc])
     for books in owners.values():
         for name in BOOKS:
             totals[name] += books[name]
     return StreamStatistics(totals, owners, statuses, local)
 
 
-def _closed_books(inc: str, document: dict[str, Any], statuses: dict[str, dict[str, Any]]) -> dict[str, int]:
-    """A dead owner's books: its obituary, and what became since of the samples that drafts held."""
-    acked = lost = dropped = 0
+def _closed_books(
+    inc: str, document: dict[str, Any], statuses: dict[str, dict[str, Any]], inherited: int
+) -> dict[str, int]:
+    """A dead owner's books: its obituary, and what became since of the samples that drafts held.
+
+    ``inherited``: how many of those were held by drafts when they died in turn.
+    """
+    acked = dropped = 0
+    lost = inherited
     for status in statuses.values():
         posthumous = status.get("posthumous")
         outcomes = posthumous.get(inc) if isinstance(posthumous, dict) else None

@@ -55,6 +55,7 @@ logger = logging.getLogger(__name__)
 
 # Ids of settled samples that are remembered, to say so when one is put again.
 REMEMBERED_IDS = 65536
+SHOWN_LEFTOVERS = 10
 
 
 @dataclass(frozen=True)
@@ -267,6 +268,21 @@ class TargetSide(Side):
             self.delivery.draft_joined(member.inc, member.rank)
         self.links.add(member)
 
+    def is_served(self) -> bool:
+        return any(draft.rank in self._linked for draft in self.node.alive("draft"))
+
+    def on_missed(self, member: Member) -> None:
+        if member.role != "draft" or member.rank not in self._linked:
+            return
+        succeeded = any(draft.rank == member.rank for draft in self.node.alive("draft"))
+        with self.cond:
+            awaited = self._restart_timeout > 0 and member.gone is not None and member.gone.kind != "left"
+            self._restarts.pop(member.rank, None)
+            if awaited and not succeeded:
+                self._restarts[member.rank] = self._clock() + self._restart_timeout
+            self.delivery.draft_missed(member.inc, member.rank, awaited=awaited)
+            self._changed()
+
     def on_gone(self, member: Member) -> None:
         if member.role != "draft" or member.rank not in self._linked:
             return
@@ -316,6 +332,7 @@ class TargetSide(Side):
                 self._changed()
         self._run_tasks(documents)
         self.streams.tick()
+        self.store.memory.sweep()
         with self.cond:
             writes, deletes = self._journal.take_writes()
         documents.set_many(writes)
@@ -361,7 +378,22 @@ class TargetSide(Side):
                 if self._clock() > next_log:
                     next_log = self._clock() + log_every
                     logger.info("waiting for outcomes: %s", dict(self.delivery.unacked()))
-                self.cond.wait(0.5)
+                self.wait(0.5)
+
+    def log_leftovers(self) -> None:
+        self.streams.report_lost()  # what the steward has not seen any more
+        with self.cond:
+            put, letters, stayed = (
+                self.delivery.books.put,
+                list(self.delivery.dead_letters),
+                self.delivery.resident_ids(),
+            )
+        if letters:
+            first = ", ".join(f"{letter.sample_id} ({letter.reason[:200]})" for letter in letters[:SHOWN_LEFTOVERS])
+            logger.warning("%s: %d of %d samples are dead letters: %s", self.node.inc, len(letters), put, first)
+        if stayed:
+            first = ", ".join(stayed[:SHOWN_LEFTOVERS])
+            logger.warning("%s: leaves with %d of %d samples untaken: %s", self.node.inc, len(stayed), put, first)
 
     def books(self) -> Books:
         with self.cond:
@@ -418,7 +450,7 @@ class TargetQueue:
                 return
             started = time.monotonic()
             with side.cond:
-                side.cond.wait(poll_interval)
+                side.wait(poll_interval)
                 side.paused_s += time.monotonic() - started
 
     def close(self, *, error: BaseException | None = None) -> None:
@@ -427,7 +459,12 @@ class TargetQueue:
 
     @property
     def is_closed(self) -> bool:
-        """Whether the queue takes no more puts: closed here, or no draft is left."""
+        """Whether the queue takes no more puts: closed here, or no draft is left.
+
+        Raises:
+            NcclStreamError: what ended this process's part of the stream; who waits for something else learns it here.
+        """
+        self._side.raise_if_fatal()
         return self._side.delivery.closed or self._side.consumers_gone
 
     @property
@@ -452,7 +489,7 @@ class TargetQueue:
             return self._side.delivery.books.resident - self._side.delivery.undelivered
 
     def dead_letters(self) -> list[DeadLetter]:
-        """Samples of this rank whose retry budget is spent."""
+        """Samples of this rank that were failed for good or too often; see :meth:`Stream.dead_letters`."""
         return self._side.dead_letters()
 
     def acquire(self, poll_interval: float = 0.05) -> Lease | None:

@@ -239,6 +239,10 @@ class LocalFeatureStore(FeatureStore):
         """Whether a sample of ``nbytes`` would be accepted now."""
         return self._residency.room_for(nbytes)
 
+    def is_full(self) -> bool:
+        """See :meth:`FeatureStore.is_full`."""
+        return self._residency.is_full()
+
     def wait_for_room(self, nbytes: int, timeout: float) -> bool:
         """Block up to ``timeout`` seconds until a sample of ``nbytes`` would be accepted; see :class:`Residency`."""
         return self._residency.wait_for_room(nbytes, timeout)

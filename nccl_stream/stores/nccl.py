@@ -16,7 +16,7 @@ from typing import Protocol
 
 import torch
 
-from nccl_stream.config import slot_bound
+from nccl_stream.config import least_sample_bytes, slot_bound
 from nccl_stream.errors import CapacityError, ClosedError, MisuseError, SampleNotFoundError, SpecMismatchError
 from nccl_stream.refs import FeatureAlgorithm, FeatureSpec, SampleRef, StreamSpec
 from nccl_stream.store import FeatureStore, StoreHandle, StoreHealth
@@ -77,6 +77,8 @@ class NcclFeatureStore(FeatureStore):
         soft_cap_bytes: residency above which a put is refused unless ``starving()`` says that a draft lacks samples.
         soft_cap_samples: the same for the number of samples; None for no such cap.
         starving: see above.
+        pause: lets up to so many seconds pass, and does meanwhile what else waits to be done by this thread.
+        check_alive: raises what ended this process's part of the stream; nothing is put, or waited for, afterwards.
         on_dropped: called when a draft's handle was garbage-collected unreleased; may run inside a finalizer, so it
             must neither lock nor block. :meth:`collect_dropped` then ends its hold.
         check_finite: refuse samples whose floating-point features hold NaN or infinite values; costs a pass over them.
@@ -98,6 +100,8 @@ class NcclFeatureStore(FeatureStore):
         soft_cap_bytes: int = 0,
         soft_cap_samples: int | None = None,
         starving: Callable[[], bool] = lambda: False,
+        pause: Callable[[float], None] = time.sleep,
+        check_alive: Callable[[], None] = lambda: None,
         on_dropped: Callable[[], None] = lambda: None,
         check_finite: bool = False,
         checksums: bool = False,
@@ -114,6 +118,8 @@ class NcclFeatureStore(FeatureStore):
         self._soft_cap = soft_cap_bytes
         self._soft_cap_samples = soft_cap_samples
         self._starving = starving
+        self._pause = pause
+        self._check_alive = check_alive
         self._open_handles: dict[int, tuple[Slot, weakref.finalize[..., StoreHandle]]] = {}
         self._dropped: deque[int] = deque()
         self._on_dropped = on_dropped
@@ -181,6 +187,7 @@ class NcclFeatureStore(FeatureStore):
             MisuseError: (``ValueError``) bad id or tensors, or this is a draft rank.
             CapacityError: (``MemoryError``) a cap would be exceeded; ``can_wait`` tells whether waiting helps.
             ClosedError: (``RuntimeError``) the stream is closed.
+            NcclStreamError: what ended this process's part of the stream (store lost, fenced, ...).
             DeviceError: (``RuntimeError``) a CUDA call failed.
         """
         residency = self._require_target("put")
@@ -206,6 +213,14 @@ class NcclFeatureStore(FeatureStore):
         )
         ref.to_json()  # a ref that cannot be announced is refused here, on the side that is at fault
         layout = self.layout_of(specs)
+        if layout.total_bytes > slot_bound(self._max_sample_bytes) and nbytes <= self._max_sample_bytes:
+            raise CapacityError(
+                f"sample {sample_id!r} has {len(specs)} features of {nbytes} bytes in all, which take "
+                f"{layout.total_bytes} with headers and alignment; drafts count on at most "
+                f"{slot_bound(self._max_sample_bytes)}: join small features, or set "
+                f"max_sample_bytes={least_sample_bytes(layout.total_bytes)} or more",
+                can_wait=False,
+            )
         self._check_size(sample_id, nbytes)
         with residency.reserve(sample_id, nbytes) as reservation:
             owned = self._store(sample_id, layout, tensors, donate=donate)
@@ -236,8 +251,7 @@ class NcclFeatureStore(FeatureStore):
 
         Put its ref on the queue before more than a window of pieces is appended. Draft ranks that take rounds together
         need a sample each: open as many samples at once as the drafts need for a round, or the one that has its sample
-        waits for the others, and its producer for it. With ``issue="pump"`` append with a timeout, and pump in between;
-        the same goes for the reader's :meth:`~nccl_stream.streamed.sample.PieceReader.next`.
+        waits for the others, and its producer for it.
 
         Raises:
             MisuseError: (``ValueError``) bad id, specs or sizes, or this is a draft rank.
@@ -329,6 +343,7 @@ class NcclFeatureStore(FeatureStore):
 
         Raises:
             ClosedError: (``RuntimeError``) the stream is closed.
+            NcclStreamError: what ended this process's part of the stream: no room will ever come.
         """
         deadline = time.monotonic() + timeout
         while True:
@@ -340,7 +355,7 @@ class NcclFeatureStore(FeatureStore):
                 return False
             # Room comes from acks and from drafts that run dry; the second is not the residency's to signal.
             started = time.monotonic()
-            time.sleep(min(ROOM_POLL_S, remaining))
+            self._pause(min(ROOM_POLL_S, remaining))
             self.room_waited_s += time.monotonic() - started
 
     def pin(self, ref: SampleRef) -> tuple[OwnedBytes | OwnedPieces, StoreHandle]:
@@ -427,8 +442,8 @@ class NcclFeatureStore(FeatureStore):
             if isinstance(owned, OwnedPieces):
                 raise MisuseError(f"sample {ref.sample_id!r} is streamed: it is read on draft ranks")
             _check_specs(ref, owned.layout.specs)
-            features, device = owned.features(), self._device if device is None else device
-            return {name: copy_tensor(features[name], device) for name in ref.feature_names()}, handle
+            features = self.memory.read(owned, device)
+            return {name: features[name] for name in ref.feature_names()}, handle
         except BaseException:
             self._residency.detach(handle)
             raise
@@ -523,6 +538,7 @@ class NcclFeatureStore(FeatureStore):
         self._check_open(operation)
         if self._residency is None:
             raise MisuseError(f"{operation} is for target ranks; this is a draft rank, which receives")
+        self._check_alive()
         return self._residency
 
 

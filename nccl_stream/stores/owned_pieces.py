@@ -8,7 +8,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -86,6 +86,8 @@ class OwnedPieces:
         self._device = device
         self._arena = arena
         self._grow = grow
+        self._room_ahead = 0  # taken for a piece that is not put yet, maybe never
+        self._outgrows = False
         self._closed = False
         nbytes = windows.total_bytes + windows.slot_bytes(1)  # one more, which is filled while the window is full
         self._slot = None if arena is None else arena.reserve(nbytes, f"window of sample {ref.sample_id}")
@@ -106,15 +108,26 @@ class OwnedPieces:
         nbytes = self.windows.slot_bytes(index)
         label = f"piece {index} of sample {self.ref.sample_id}"
         slot = self._ring.reserve(nbytes, label)
-        if slot is None and self.stream.retain:
-            self._grow(num_bytes)
+        self._outgrows = slot is None and self.stream.retain
+        if self._outgrows:
+            if num_bytes > self._room_ahead:
+                self._grow(num_bytes - self._room_ahead)
+                self._room_ahead = num_bytes
             slot = None if self._arena is None else self._arena.reserve(nbytes, label)
             if slot is None:
                 return torch.empty(nbytes, dtype=torch.uint8, device=self._device), None
         return None if slot is None else (slot.buffer, slot)
 
+    def wait_release(self, slot: Slot | None, stream: Any) -> None:
+        """Make a stream wait for what former owners of the window's memory, and of the slot's, had queued."""
+        for taken in (self._slot, slot):
+            if taken is not None:
+                taken.wait_release(stream)
+
     def put(self, index: int, piece: OwnedPiece) -> None:
-        """Keep a piece."""
+        """Keep a piece, in the memory that was taken last."""
+        if self._outgrows:
+            self._room_ahead = 0
         self.pieces[index] = piece
         if self._closed:  # in this very moment, by another thread
             self.close()
@@ -164,6 +177,10 @@ class Outbound(Protocol):
         """Raise when nobody can read the sample any more; the lock is held."""
         ...
 
+    def wait(self, seconds: float) -> None:
+        """Wait for a change, at most so long; the lock is held, and given up meanwhile."""
+        ...
+
     def waited(self, seconds: float) -> None:
         """A writer has waited for its reader; the lock is held."""
         ...
@@ -187,6 +204,10 @@ class Unconnected:
 
     def check(self, sample: OwnedPieces) -> None:
         """Nothing to check."""
+
+    def wait(self, seconds: float) -> None:
+        """Only other threads of this process change anything."""
+        self.cond.wait(seconds)
 
     def waited(self, seconds: float) -> None:
         """Nobody to blame."""
@@ -296,18 +317,18 @@ class OwnedPieceWriter(StreamWriter):
                     "append to streamed sample %s waits for its reader since %.0f s; %d of %d pieces are released",
                     self.ref.sample_id, waited, stream.freed, len(stream.lengths),
                 )  # fmt: skip
-            self._outbound.cond.wait(WAIT_S if timeout is None else max(0.0, min(WAIT_S, timeout - waited)))
+            self._outbound.wait(WAIT_S if timeout is None else max(0.0, min(WAIT_S, timeout - waited)))
             self._outbound.waited(time.monotonic() - started - waited)
             self._check()
 
-    @staticmethod
-    def _pack(layout: SlotLayout, tensors: Mapping[str, torch.Tensor], buffer: torch.Tensor, slot: Slot | None) -> None:
+    def _pack(
+        self, layout: SlotLayout, tensors: Mapping[str, torch.Tensor], buffer: torch.Tensor, slot: Slot | None
+    ) -> None:
         if buffer.device.type != "cuda":
             layout.pack(tensors, buffer)
             return
         stream = torch.cuda.current_stream(buffer.device)
-        if slot is not None:
-            slot.wait_release(stream)
+        self._sample.wait_release(slot, stream)
         layout.pack(tensors, buffer)
         stream.synchronize()
 

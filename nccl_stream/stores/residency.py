@@ -139,6 +139,8 @@ class Residency(Generic[P]):
         self._room = threading.Condition(self._lock)
         self._entries: dict[str, _Entry[P]] = {}
         self._resident_bytes = 0
+        # Bytes that were refused last; 0 since there was room again.
+        self._refused_bytes = 0
         self._closed = False
 
     def reserve(self, sample_id: str, nbytes: int) -> Reservation[P]:
@@ -156,6 +158,7 @@ class Residency(Generic[P]):
             if sample_id in self._entries:
                 raise MisuseError(f"sample_id {sample_id!r} is already present in this {self._name}")
             self._check_caps(sample_id, nbytes)
+            self._refused_bytes = 0
             entry: _Entry[P] = _Entry(nbytes)
             self._entries[sample_id] = entry
             self._resident_bytes += nbytes
@@ -276,6 +279,14 @@ class Residency(Generic[P]):
         with self._lock:
             return self._fits(nbytes)
 
+    def is_full(self) -> bool:
+        """Whether nothing more comes in before something leaves: no put is under way, and there is still no room for
+        what was refused last, or for anything.
+        """
+        with self._lock:
+            under_way = any(not entry.committed for entry in self._entries.values())
+            return not under_way and not self._fits(max(1, self._refused_bytes))
+
     def wait_for_room(self, nbytes: int, timeout: float) -> bool:
         """Block until a sample of ``nbytes`` would be accepted, at most ``timeout`` seconds.
 
@@ -296,6 +307,7 @@ class Residency(Generic[P]):
                 remaining = deadline - time.monotonic()
                 if remaining <= 0:
                     return False
+                self._refused_bytes = nbytes
                 self._room.wait(min(remaining, threading.TIMEOUT_MAX))
 
     def close(self) -> None:
@@ -332,6 +344,7 @@ class Residency(Generic[P]):
             what = f"sample {sample_id!r}, which grows by {nbytes} bytes,"
             self._check_can_ever_fit(what, entry.nbytes + nbytes)
             if self._max_bytes is not None and self._resident_bytes + nbytes > self._max_bytes:
+                self._refused_bytes = nbytes
                 raise CapacityError(
                     f"{what} would exceed the byte cap: {self._resident_bytes} resident, max_bytes={self._max_bytes}; "
                     "it fits once enough others are released"
@@ -371,6 +384,7 @@ class Residency(Generic[P]):
         self._check_can_ever_fit(f"sample {sample_id!r}", nbytes)
         if self._fits(nbytes):
             return
+        self._refused_bytes = nbytes
         if self._max_samples is not None and len(self._entries) >= self._max_samples:
             raise CapacityError(
                 f"{self._name} is at its sample-count cap ({len(self._entries)} of max_samples={self._max_samples}); "

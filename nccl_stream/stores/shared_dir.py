@@ -243,6 +243,10 @@ class SharedDirFeatureStore(FeatureStore):
         """Whether a sample of ``nbytes`` would be accepted now, as far as is known without looking at the disk."""
         return self._residency.room_for(nbytes)
 
+    def is_full(self) -> bool:
+        """See :meth:`FeatureStore.is_full`."""
+        return self._residency.is_full()
+
     def wait_for_room(self, nbytes: int, timeout: float) -> bool:
         """Block up to ``timeout`` seconds until a sample of ``nbytes`` would be accepted; see :class:`Residency`."""
         return self._residency.wait_for_room(nbytes, timeout)

@@ -11,12 +11,12 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
-from nccl_stream.config import Staging, StreamConfig
-from nccl_stream.device_staging import DeviceStager, Stream, is_available
+from nccl_stream.config import Staging, StreamConfig, slot_bound
+from nccl_stream.device_staging import DeviceStager, is_available
 from nccl_stream.errors import ConfigError, DeviceError, MisuseError
 from nccl_stream.staging import StagedCopy, Stager
 from nccl_stream.stores.owned_pieces import OwnedPieces
@@ -134,7 +134,7 @@ class SampleMemory:
         device_bytes: cap of ``"auto"``.
         down, up: copies from the device to the host and back; None where the device is the CPU.
         chunk_bytes: the longest message of a link.
-        current_stream: the stream of the calling thread that makes and overwrites sources; for tests.
+        current_stream: the calling thread's, on which sources are made and overwritten, and samples read; for tests.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class SampleMemory:
         down: Stager | DeviceStager | None = None,
         up: Stager | DeviceStager | None = None,
         chunk_bytes: int = 0,
-        current_stream: Callable[[], Stream] | None = None,
+        current_stream: Callable[[], Any] | None = None,
     ) -> None:
         if staging != "device" and host_arena is None:
             raise MisuseError(f"staging={staging!r} needs memory of the host")
@@ -158,11 +158,14 @@ class SampleMemory:
         self._arenas: dict[Place, Arena | None] = {"device": device_arena, "host": host_arena}
         self._down, self._up = down, up
         self._chunk_bytes = chunk_bytes
-        self._current_stream = current_stream or (lambda: torch.cuda.current_stream(device))
+        self._current_stream: Callable[[], Any] = current_stream or (
+            lambda: torch.cuda.current_stream(device) if device.type == "cuda" else None
+        )
         self._lock = threading.Lock()
         self._placement = Placement(staging, device_bytes)
         # Samples that were dropped while copies still wrote into their slots.
         self._unwritten: list[OwnedBytes] = []
+        self._overflowed: set[Place] = set()
 
     @property
     def used_bytes(self) -> dict[Place, int]:
@@ -203,6 +206,23 @@ class SampleMemory:
         owned.place, owned.nbytes = place, nbytes
         return owned
 
+    def read(self, owned: OwnedBytes, device: torch.device | None = None) -> dict[str, torch.Tensor]:
+        """Copies of a sample's features on ``device``; None: where samples are made.
+
+        They may be queued on the current stream still when this returns. The sample may be freed all the same: its
+        memory goes to nobody else before that stream has come to them.
+
+        Raises:
+            DeviceError: a copy of the sample failed, or does not end.
+        """
+        device, features, stream = self._device if device is None else device, owned.features(), self._current_stream()
+        if owned.slot is not None:
+            owned.slot.record_release(stream)
+        for tensor in (*owned.donated.values(), *(() if owned.slot is not None else (owned.buffer,))):
+            if tensor.is_cuda:  # the allocator gives it to nobody else before
+                tensor.record_stream(stream)
+        return {name: copy_tensor(tensor, device) for name, tensor in features.items()}
+
     @property
     def pieces_arena(self) -> Arena | None:
         """Memory for samples that travel in pieces: of the device, where their windows are all that waits of them."""
@@ -217,9 +237,13 @@ class SampleMemory:
         with self._lock:
             self._placement.give(owned.place, owned.nbytes)
         self._let_go(owned)
+        self.sweep()
 
     def sweep(self) -> None:
-        """Take back the slots of dropped samples whose copies are over by now."""
+        """Let go of what copies that are over by now kept: slots of dropped samples, sources. Does not block."""
+        for stager in (self._down, self._up):
+            if stager is not None:
+                stager.sweep()
         with self._lock:
             waiting, self._unwritten = self._unwritten, []
         for owned in waiting:
@@ -259,6 +283,14 @@ class SampleMemory:
         device = self._device if place == "device" else torch.device("cpu")
         # Copies from and to pageable memory would hold up their callers, the thread that serves the links among them.
         pin = device.type == "cpu" and self._device.type == "cuda"
+        if arena is not None and place not in self._overflowed:
+            self._overflowed.add(place)
+            logger.log(
+                logging.WARNING if pin else logging.INFO,
+                "no room for %d bytes in one piece in what is preallocated on the %s: sample %s gets memory of its own"
+                "%s. Later ones are not reported",
+                nbytes, place, sample_id, ", and page-locking it holds up the GPU" if pin else "",
+            )  # fmt: skip
         return None, torch.empty(nbytes, dtype=torch.uint8, device=device, pin_memory=pin)
 
     def _keep(
@@ -270,14 +302,12 @@ class SampleMemory:
         slot, buffer = self._reserve(place, layout.total_bytes if whole else layout.packed_bytes, sample_id)
         try:
             copied = {name: tensor for name, tensor in tensors.items() if name not in donated}
+            stream = self._current_stream()
+            if slot is not None:
+                slot.wait_release(stream)
+            layout.pack(copied, buffer)
             if self._device.type == "cuda":
-                stream = torch.cuda.current_stream(self._device)
-                if slot is not None:
-                    slot.wait_release(stream)
-                layout.pack(copied, buffer)
                 stream.synchronize()
-            else:
-                layout.pack(copied, buffer)
         except BaseException:
             if slot is not None:
                 slot.settle()
@@ -361,40 +391,64 @@ def _settle(owned: OwnedBytes) -> None:
         owned.slot.settle()
 
 
-def make_sample_memory(config: StreamConfig, device: torch.device) -> SampleMemory:
+def arena_bytes(config: StreamConfig, staging: Staging, num_drafts: int, *, on_gpu: bool) -> dict[Place, int]:
+    """Sizes of the memory that a target rank preallocates in each place.
+
+    Page-locked memory must do for everything that the rank may hold and the GPU does not: more of it is costly to get.
+    """
+    cap = config.device_cap if on_gpu or config.device_bytes is not None else 0
+    if on_gpu:
+        on_host = slot_bound(config.resident_cap(num_drafts) - (cap if staging == "auto" else 0)) + config.slot_bytes()
+    else:
+        # One memory, whatever it is called; only a cap that was asked for divides it.
+        on_host = config.max_bytes + config.slot_bytes() - (cap if staging == "auto" else 0)
+    sizes: dict[Staging, dict[Place, int]] = {
+        "device": {"device": config.max_bytes + config.slot_bytes(), "host": 0},
+        "pinned": {"device": 0, "host": on_host},
+        "auto": {"device": cap + config.slot_bytes() if cap else 0, "host": on_host},
+    }
+    return sizes[staging]
+
+
+def _host_arena(nbytes: int, *, pin: bool) -> Arena:
+    try:
+        return Arena(nbytes, pin=pin)
+    except ConfigError as error:
+        raise ConfigError(
+            f"the host does not page-lock {nbytes} bytes, in which samples wait for their drafts: lower max_bytes, or "
+            'set staging="device" to have them wait on the GPU'
+        ) from error
+
+
+def make_sample_memory(config: StreamConfig, device: torch.device, num_drafts: int = 1) -> SampleMemory:
     """The memory of a target rank, as it is configured.
 
     Raises:
-        ConfigError: ``staging="pinned"`` on a GPU where the compiled core has no CUDA part.
+        ConfigError: ``staging="pinned"`` on a GPU where the compiled core has no CUDA part, or memory of the host that
+            cannot be page-locked.
         CapacityError: the host does not have that much memory.
         DeviceError: a CUDA call failed.
     """
-    staging, needed = config.staging, config.max_bytes + config.slot_bytes()
-    if device.type == "cpu":
-        # One memory, whatever it is called; only a cap that was asked for divides it.
-        cap = 0 if config.device_bytes is None else config.device_cap
-    else:
-        cap = config.device_cap
-        if staging == "pinned" and not is_available():
+    staging, on_gpu = config.staging, device.type == "cuda"
+    if on_gpu and not is_available():
+        if staging == "pinned":
             raise ConfigError(
                 'staging="pinned" on a GPU needs the CUDA part of the compiled core: reinstall nccl-stream where nvcc '
                 'is on the PATH, or set staging="device"'
             )
-        if staging == "auto" and not is_available():
+        if staging == "auto":
             logger.info("samples wait on %s alone: the compiled core has no CUDA part here", device)
             staging = "device"
-    on_device = {"device": needed, "pinned": 0, "auto": cap + config.slot_bytes() if cap else 0}[staging]
-    on_host = {"device": 0, "pinned": needed, "auto": needed - cap}[staging]
-    on_gpu = device.type == "cuda"
+    sizes = arena_bytes(config, staging, num_drafts, on_gpu=on_gpu)
     with torch.cuda.device(device) if on_gpu else contextlib.nullcontext():  # whose context locks the pages
-        host_arena = Arena(on_host, pin=on_gpu) if on_host else None
+        host_arena = _host_arena(sizes["host"], pin=on_gpu) if sizes["host"] else None
         climbs = on_gpu and host_arena is not None
         return SampleMemory(
             device,
             staging=staging,
-            device_arena=Arena(on_device, device) if on_device else None,
+            device_arena=Arena(sizes["device"], device) if sizes["device"] else None,
             host_arena=host_arena,
-            device_bytes=cap,
+            device_bytes=config.device_cap if on_gpu or config.device_bytes is not None else 0,
             down=DeviceStager(device, streams=2) if climbs else None,
             up=DeviceStager(device, streams=2) if climbs else None,
             chunk_bytes=config.chunk_bytes,

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from nccl_stream.device_staging import device_crc32c, is_available
+from nccl_stream.device_staging import device_crc32c, has_kernels
 from nccl_stream.errors import MisuseError
 from nccl_stream.staging import crc32c
 
@@ -55,7 +55,8 @@ def check_tensors(sample_id: str, tensors: Mapping[str, torch.Tensor]) -> None:
 def checksum_of(tensors: Iterable[torch.Tensor]) -> int:
     """CRC-32C of the tensors' bytes, one after the other. Blocks; on a GPU until the current stream has come to them.
 
-    Computed where the tensors are, by the compiled core's kernel; without it, bytes of a GPU are brought to the host.
+    Computed where the tensors are, by the compiled core's kernel; where that cannot run, bytes of a GPU are brought to
+    the host.
 
     Args:
         tensors: contiguous, of any shape and dtype, with no lazy conj or neg bit.
@@ -63,7 +64,7 @@ def checksum_of(tensors: Iterable[torch.Tensor]) -> int:
     checksum = 0
     for tensor in tensors:
         flat = tensor.detach().reshape(-1).view(torch.uint8)
-        on_device = flat.is_cuda and is_available()
+        on_device = flat.is_cuda and has_kernels(flat.device)
         checksum = device_crc32c(flat, checksum) if on_device else crc32c(flat.cpu(), checksum)
     return checksum
 

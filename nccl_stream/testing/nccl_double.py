@@ -198,7 +198,7 @@ class DoubleGroup:
             side.inside = me
         try:
             if self.slow_issue is not None:
-                self.slow_issue.wait(1.0)
+                self.slow_issue.wait(30.0)
             yield
         finally:
             with self._fabric.lock:

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from nccl_stream.device_staging import beside_captures
+from nccl_stream.device_staging import at_device
 from nccl_stream.errors import CapacityError, ClosedError, MisuseError
 from nccl_stream.staging import PinnedPool, PoolSlot
 from nccl_stream.transport.freelist import FreeList
@@ -418,15 +418,20 @@ class Arena:
             return False
         slot._returned = True
         del self._live[slot._start]
+        if slot._streams:
+            with at_device(self.device):
+                self._record_release(slot)
+        if self._poison:
+            self._overwrite(slot)
+        self._memory.give(slot._start, slot.nbytes)
+        return True
+
+    def _record_release(self, slot: Slot) -> None:
         for stream in slot._streams:
             event = self._new_event()
             if event is not None:
                 event.record(stream)
                 self._pending.append((slot._start, slot._start + slot.nbytes, event))
-        if self._poison:
-            self._overwrite(slot)
-        self._memory.give(slot._start, slot.nbytes)
-        return True
 
     def _overwrite(self, slot: Slot) -> None:
         if self.device.type == "cpu":
@@ -450,7 +455,7 @@ class Arena:
         They stay in the list until they have happened: part of their range may go to yet another slot.
         """
         if self._pending:
-            with beside_captures():
+            with at_device(self.device):
                 self._pending = [entry for entry in self._pending if not entry[2].query()]
         return [event for first, stop, event in self._pending if first < start + size and start < stop]
 

@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 import torch
 
-from nccl_stream.device_staging import MAX_DIMS, aside, device_pack, is_available
+from nccl_stream.device_staging import MAX_DIMS, aside, device_pack, has_kernels
 from nccl_stream.errors import MisuseError, WireFormatError
 from nccl_stream.refs import FeatureSpec
 from nccl_stream.staging import pack
@@ -142,7 +142,7 @@ class SlotLayout:
         """Whether the core copies this one along with others. From one device to another torch does."""
         if tensor.device != slot.device:
             return False
-        return slot.is_cpu or (slot.is_cuda and is_available() and tensor.dim() < MAX_DIMS)
+        return slot.is_cpu or (slot.is_cuda and tensor.dim() < MAX_DIMS and has_kernels(slot.device))
 
     def write_header(self, slot: torch.Tensor, header: bytes) -> None:
         """Writes up to ``MAX_HEADER_BYTES`` bytes of header, padded with zeros. Waits for no stream that uses the slot.

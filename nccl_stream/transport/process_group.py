@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
+from nccl_stream._version import __version__
 from nccl_stream.errors import ConfigError, LinkError, LinkTimeoutError, VersionMismatchError
 from nccl_stream.transport.link import MAX_SHOWN, RECEIVER, SENDER, HostBytes, Link, Transfer, link_error, warm_up
 from nccl_stream.transport.nccl_group import NcclLink, connect_nccl
@@ -153,7 +154,7 @@ def open_link(
 
     Raises:
         LinkTimeoutError: the peer did not come within the timeout.
-        VersionMismatchError: the two ends run another torch or NCCL, or another kind of device.
+        VersionMismatchError: the two ends run another nccl_stream, torch or NCCL, or another kind of device.
         LinkError: the link could not be built.
         ConfigError: no such device here, or torch was built without its backend.
     """
@@ -189,7 +190,9 @@ def _check_device(device: torch.device) -> None:
 
 
 def _versions(device: torch.device) -> dict[str, str]:
-    versions = {"device": device.type, "torch": str(torch.__version__).split("+")[0]}
+    # Both ends derive the layout of a sample from its ref: with other code on one end, gloo kills the process that gets
+    # more bytes than it expects.
+    versions = {"device": device.type, "nccl_stream": __version__, "torch": str(torch.__version__).split("+")[0]}
     if device.type == "cuda":
         versions["nccl"] = ".".join(str(part) for part in torch.cuda.nccl.version())  # type: ignore[no-untyped-call]
     return versions

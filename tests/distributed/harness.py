@@ -11,6 +11,7 @@ import json
 import logging
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import threading
@@ -18,7 +19,8 @@ import time
 from pathlib import Path
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch.distributed", "nccl_stream", "tests.distributed.workers"])
+# The last one is what DDP imports as it is made, for seconds.
+CONTEXT.set_forkserver_preload(["torch.distributed", "nccl_stream", "tests.distributed.workers", "torch._dynamo"])
 
 PATIENCE = 90.0  # seconds that a test waits for what must come, on however busy a machine
 
@@ -34,8 +36,11 @@ SMALL = {
 
 
 def soon():
-    """Seconds after which a silent process is as good as dead: one that gets no processor must not be taken for it."""
-    return 3.0 * min(4.0, max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)))
+    """Seconds after which a silent process is as good as dead: one that gets no processor must not be taken for it.
+
+    0.6 of it, after which a silent store is given up, is longer than a pause of 2 s.
+    """
+    return 5.0 * min(4.0, max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)))
 
 
 class Journal:
@@ -209,6 +214,15 @@ class Run:
     def wait_got(self, worker, count):
         self.wait_for(f"{worker.name} to get {count} samples", lambda: len(worker.got) >= count or not worker.alive)
         assert len(worker.got) >= count, f"{worker.name} ended early: {worker.error}"
+
+    def wait_drafts_gone(self, *owners):
+        """Until each of these targets knows that every draft is gone, or has ended for it."""
+        label = re.compile(r": draft rank \d+ .* is gone: ")
+
+        def knows(owner):
+            return not owner.alive or len(label.findall(owner.log.read_text())) == self.base["drafts"]
+
+        self.wait_for("the targets to know that the drafts are gone", lambda: all(knows(owner) for owner in owners))
 
     def wait_ended(self, *workers, timeout=PATIENCE):
         """Until these have ended by themselves."""

@@ -8,7 +8,7 @@ import torch
 from nccl_stream import FeatureDataLoader, FeatureProducer
 from nccl_stream.backend import TargetBackend
 from nccl_stream.eagle3 import Eagle3TargetBatch
-from nccl_stream.errors import MisuseError, PeerTimeoutError
+from nccl_stream.errors import CapacityError, MisuseError, PeerTimeoutError
 from nccl_stream.refs import FeatureAlgorithm
 from nccl_stream.schema import FRAME_ATTRIBUTE, NORM_ATTRIBUTE
 from nccl_stream.target_head import HeadSettings, TargetHead
@@ -19,6 +19,7 @@ from tests.distributed.workers import join
 pytestmark = pytest.mark.distributed
 
 HIDDEN, VOCAB, SAMPLES = 8, 32, 3
+LIMIT = 1 << 20
 VOCABULARY = DraftVocabulary.from_ids(torch.arange(4, 20), VOCAB)
 
 
@@ -49,6 +50,8 @@ def target(spec, journal):
     with join(spec, "target", journal) as stream:
         with pytest.raises(MisuseError, match="draft ranks"):
             stream.shared("head")
+        with pytest.raises(CapacityError, match="max_shared_bytes"):
+            stream.share("large", {"a": torch.zeros(LIMIT // 4 + 1)})
         digest = stream.share("head", head().tensors())
         journal.say("shared", head=digest, vocabulary=stream.share("vocabulary", VOCABULARY.tensors()))
         producer = FeatureProducer(Backend(), stream.store, stream.run_id)
@@ -81,7 +84,7 @@ def draft(spec, journal):
 
 
 def test_head_and_vocabulary_reach_every_draft_and_samples_carry_hidden_states(tmp_path):
-    with Run(tmp_path, targets=2, drafts=2, config={"end": "ragged"}) as run:
+    with Run(tmp_path, targets=2, drafts=2, config={"end": "ragged", "max_shared_bytes": LIMIT}) as run:
         targets = [run.start(f"t{rank}", target, rank=rank) for rank in range(2)]
         drafts = [run.start(f"d{rank}", draft, rank=rank) for rank in range(2)]
         run.wait_for("all to end", lambda: not any(worker.alive for worker in targets + drafts))

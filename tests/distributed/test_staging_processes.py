@@ -14,7 +14,11 @@ pytestmark = pytest.mark.distributed
 def test_samples_arrive_from_wherever_they_wait(tmp_path, staging, device_bytes, places):
     config = {"staging": staging, "device_bytes": device_bytes, "verify_checksums": True, "end": "ragged"}
     with Run(tmp_path, targets=1, drafts=2, config=config, samples=40, watch_memory=True) as run:
-        owners, takers = run.start_all(draft={"pace": 0.005})
+        owners, takers = run.start_all(draft={"stall_at": (1, "all put")})
+        run.wait_for(
+            "all to be put", lambda: owners[0].said("all put")
+        )  # so that they wait, however slow the target is
+        run.open_gate("all put")
         run.wait_ended(*owners, *takers)
         assert [worker.error for worker in (*owners, *takers)] == [None] * 3
         assert sorted(number for taker in takers for number in taker.acked) == list(range(40))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import pickle
 import signal
 import time
@@ -17,15 +18,19 @@ import torch.utils.data
 
 import nccl_stream
 import nccl_stream.ranks.links
+from nccl_stream.async_pipeline import AsyncFeaturePipeline
+from nccl_stream.backend import TargetBackend
 from nccl_stream.config import StreamConfig
 from nccl_stream.coordination.kv import tcp_store
 from nccl_stream.errors import ClosedError
+from nccl_stream.producer import FeatureProducer
 from nccl_stream.ranks.draft_side import DraftSide
+from nccl_stream.refs import FeatureAlgorithm
 from nccl_stream.transport.process_group import GlooLink
 
 torch.set_num_threads(1)
 
-SETTLING_S = 30.0
+SETTLING_S = 60.0
 
 
 def keep_store(spec, journal):
@@ -100,7 +105,7 @@ def join(spec, role, journal):
     """Connect.
 
     ``flip_every``, ``flip``: corrupt what comes, see above; ``no_links``: this rank never opens its side of a link;
-    ``forks``: then run so many loader processes.
+    ``forks``: then run so many loader processes; ``one_launch``: as a rank of a launch of targets and drafts.
     """
     if spec.get("no_links"):
         nccl_stream.ranks.links.Links.opening = lambda self, inc, gen: None
@@ -108,14 +113,18 @@ def join(spec, role, journal):
         flip_on_the_wire(spec["flip_every"])
     if "flip" in spec:
         flip_in_the_slot(spec["flip"])
+    place = {"role": role, "rank": spec["rank"]}
+    if spec.get("one_launch"):
+        place = {}
+        os.environ["RANK"] = str(spec["rank"] + (spec["targets"] if role == "draft" else 0))
+        os.environ["WORLD_SIZE"] = str(spec["targets"] + spec["drafts"])
     stream = nccl_stream.connect(
         f"tcp://127.0.0.1:{spec['port']}",
         run_id=spec["run_id"],
-        role=role,
-        rank=spec["rank"],
         num_targets=spec["targets"],
         num_drafts=spec["drafts"],
         config=StreamConfig(**spec["config"]),
+        **place,
     )
     journal.say("connected")
     if "forks" in spec:
@@ -168,20 +177,68 @@ def target(spec, journal):
     journal.say("memory", **stream.store.memory.used_bytes)
 
 
+class NumberedBackend(TargetBackend):
+    """A forward of its own kind: the n-th one makes sample n of this target."""
+
+    algorithm = FeatureAlgorithm.EAGLE3
+
+    def __init__(self, spec, journal):
+        self.spec, self.journal, self.index = spec, journal, 0
+
+    def generate_batch(self, *prompt, **named):
+        number = number_of(self.index, self.spec["rank"], self.spec["targets"])
+        self.index += 1
+        self.journal.say("forward", number=number)
+        return sample(number, self.spec["width"])
+
+    def get_input_embeddings(self):
+        raise NotImplementedError
+
+
+def piped_target(spec, journal):
+    """Produce ``samples`` samples through a pipeline; ``idle``: then wait for prompts that never come."""
+    with join(spec, "target", journal) as stream:
+        left = iter(range(spec["samples"]))
+        producer = FeatureProducer(
+            NumberedBackend(spec, journal),
+            stream.store,
+            stream.run_id,
+            sample_id_factory=lambda n: f"s{number_of(n - 1, spec['rank'], spec['targets'])}",
+        )
+
+        def prompt():
+            return None if next(left, None) is None else torch.ones(1, 4, dtype=torch.long)
+
+        with AsyncFeaturePipeline(
+            producer, stream.queue, prompt, stop_on_exhausted=not spec.get("idle", False)
+        ) as pipeline:
+            pipeline.join()
+
+
 def draft(spec, journal):
     """Consume until the end, ``pace`` seconds per sample.
 
     ``max_steps``: leave after so many samples; ``hold``: keep so many tensors alive and look at them again before
     dropping them; ``raise_at``: fail with that sample in hand; ``stall_at``: (count, gate) wait with a lease in hand;
-    ``linger``: gate to wait for before leaving; ``handle_signals``: stop on SIGTERM, for which there is a handler.
+    ``linger``: gate to wait for before leaving; ``handle_signals``: stop on SIGTERM, for which there is a handler;
+    ``asks_late``: ask what was lost only after the end; ``on_lost_gate``: gate for which the callback waits.
     """
     with join(spec, "draft", journal) as stream:
         if "handle_signals" in spec:
             signal.signal(signal.SIGTERM, lambda number, frame: journal.say("earlier handler", number=number))
             stream.handle_signals()
-        stream.on_lost(lambda ids: journal.say("lost", ids=list(ids)))
+
+        def lost(ids):
+            journal.say("lost", ids=list(ids))
+            if "on_lost_gate" in spec:
+                wait_gate(spec, spec["on_lost_gate"])
+
+        if not spec.get("asks_late"):
+            stream.on_lost(lost)
         consume(spec, journal, stream)
         journal.say("drained")
+        if spec.get("asks_late"):
+            stream.on_lost(lost)
         if "linger" in spec:
             wait_gate(spec, spec["linger"])
         if spec.get("books", True) and "max_steps" not in spec:

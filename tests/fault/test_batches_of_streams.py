@@ -16,7 +16,7 @@ CONFIG = {"batch_size": BATCH, "accumulation": ACCUMULATION, "max_sample_bytes":
 
 
 def train(spec, journal):
-    """Pull batches, step after every second one; ``stall_at``: batch with which in hand to stop."""
+    """Pull batches, step after every second one; ``stall_at``: (batch, gate) wait with that one in hand."""
     with (
         join(spec, "draft", journal) as stream,
         FeatureDataLoader(stream.queue, stream.store, batch_size=BATCH, ack="step") as loader,
@@ -24,8 +24,8 @@ def train(spec, journal):
         for index, batch in enumerate(loader):
             numbers = check(batch, spec["width"])
             journal.say("got", numbers=numbers)
-            if index == spec.get("stall_at"):
-                wait_gate(spec, "never")
+            if index == spec.get("stall_at", (None, ""))[0]:
+                wait_gate(spec, spec["stall_at"][1])
             if index % ACCUMULATION == ACCUMULATION - 1:
                 step(loader, journal)
         step(loader, journal)
@@ -58,14 +58,16 @@ def test_samples_of_an_unfinished_step_come_again(tmp_path, end):
     samples = 40
     with Run(tmp_path, targets=1, drafts=2, deaths=True, config={**CONFIG, "end": end}, samples=samples) as run:
         target = run.target(0)
-        victim = run.start("d0", train, rank=0, stall_at=ACCUMULATION)  # the first batch of its second step
-        other = run.start("d1", train, rank=1)
+        # The first batch of its second step; however slow the victim is, the other one leaves it so many.
+        victim = run.start("d0", train, rank=0, stall_at=(ACCUMULATION, "never"))
+        other = run.start("d1", train, rank=1, stall_at=(2 * ACCUMULATION, "killed"))
         run.wait_for("the victim to be within a step", lambda: len(victim.said("got")) > ACCUMULATION)
         stepped = numbers(victim, "stepped")
         unfinished = set(numbers(victim, "got")) - set(stepped)
         assert len(stepped) == BATCH * ACCUMULATION
         assert len(unfinished) == BATCH
         victim.kill()
+        run.open_gate("killed")
         run.wait_ended(target, other)
         assert (target.error, other.error) == (None, None)
         books = other.books
@@ -73,10 +75,12 @@ def test_samples_of_an_unfinished_step_come_again(tmp_path, end):
         assert books["lost"] == books["dead"] == books["resident"] == 0
         again = numbers(other, "stepped")
         assert len(again) == len(set(again))
-        assert unfinished <= set(again)
-        # What the victim had stepped on may or may not have been heard of; nothing else comes twice or misses.
-        missing = set(range(samples)) - set(again) - set(stepped)
-        assert len(missing) == books["dropped"] == 0
+        # What the victim had stepped on may or may not have been heard of, also in part; nothing else comes twice, and
+        # nothing misses but what makes no whole round.
+        heard = books["acked"] - len(again)
+        assert 0 <= heard <= len(stepped)
+        assert books["dropped"] == (samples - heard) % (BATCH * ACCUMULATION) * (end == "drop")
+        assert len(set(range(samples)) - set(again) - set(stepped)) <= books["dropped"]
 
 
 def test_padded_end_gives_every_rank_as_many_batches(tmp_path):

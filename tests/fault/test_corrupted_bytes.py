@@ -21,7 +21,9 @@ def test_bytes_changed_on_the_wire_are_delivered_anew(tmp_path, assignment):
         # A trainer that saw changed bytes would have ended with an error: see the worker.
         logged = sum(taker.log.read_text().count("owner computed CRC-32C") for taker in takers)
         assert logged >= 10
-        assert 0 < books["checksum_failures"] <= logged  # the other draft's count is as old as its last sign of life
+        # Each draft knows its own count, and the other's as of its last sign of life.
+        counts = [taker.books["checksum_failures"] for taker in takers]
+        assert 0 < max(counts) <= logged
         assert books["redelivered"] >= logged  # on a busy machine a link may fail as well
 
 

@@ -14,8 +14,11 @@ def test_draft_that_leaves_early_hands_back(tmp_path, end):
     with Run(tmp_path, targets=2, drafts=3, config={"end": end}, samples=50) as run:
         owners = [run.target(rank) for rank in range(2)]
         leaver = run.draft(0, max_steps=7, pace=0.01)  # with rounds, the one that leads them
-        others = [run.draft(rank, pace=0.02) for rank in (1, 2)]
-        run.wait_ended(*owners, leaver, *others)
+        # However slow it is, the others leave it its seven.
+        others = [run.draft(rank, pace=0.02, stall_at=(20, "left")) for rank in (1, 2)]
+        run.wait_ended(leaver)
+        run.open_gate("left")
+        run.wait_ended(*owners, *others)
         assert [worker.error for worker in (*owners, leaver, *others)] == [None] * 5
         assert len(leaver.acked) == 7
         acked = [number for worker in (leaver, *others) for number in worker.acked]
@@ -37,8 +40,11 @@ def test_draft_that_leaves_early_hands_back(tmp_path, end):
 def test_targets_end_when_every_draft_has_left(tmp_path):
     """Nobody takes the rest: the targets end at once and report it."""
     with Run(tmp_path, targets=2, drafts=2, config={"end": "drop"}, samples=100) as run:
-        owners, takers = run.start_all(target={"pace": 0.02}, draft={"max_steps": 6})
-        run.wait_ended(*owners, *takers)
+        owners, takers = run.start_all(target={"pace": 0.02, "gate_at": (50, "left")}, draft={"max_steps": 6})
+        run.wait_ended(*takers)
+        run.wait_drafts_gone(*owners)
+        run.open_gate("left")
+        run.wait_ended(*owners)
         assert [worker.error for worker in (*owners, *takers)] == [None] * 4
         for owner in owners:
             assert owner.said("closed"), "a put had no takers and did not say so"

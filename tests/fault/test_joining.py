@@ -18,7 +18,7 @@ def error_of(worker):
 
 
 def test_rank_that_never_comes_is_named(tmp_path):
-    with Run(tmp_path, targets=2, drafts=2, deaths=True, config={"connect_timeout": 4.0}, samples=1) as run:
+    with Run(tmp_path, targets=2, drafts=2, config={"connect_timeout": 6.0}, samples=1) as run:
         there = [run.target(0), run.target(1), run.draft(0)]
         run.wait_ended(*there)
         for worker in there:
@@ -33,7 +33,7 @@ def test_peer_that_never_opens_its_side_of_a_link(tmp_path):
         drafts = [run.draft(0), run.draft(1, no_links=True)]
         run.wait_for("the drafts to be members", lambda: all(is_joining(draft) for draft in drafts))
         # Only the target runs out of patience: a draft that gave up first would be one that left.
-        target = run.target(0, config={"connect_timeout": 3.0})
+        target = run.target(0, config={"connect_timeout": 6.0})
         run.wait_ended(target, *drafts)
         kind, text = error_of(target)
         assert kind == "LinkTimeoutError"
@@ -41,7 +41,7 @@ def test_peer_that_never_opens_its_side_of_a_link(tmp_path):
 
 
 def test_ranks_that_disagree_on_the_config(tmp_path):
-    with Run(tmp_path, targets=1, drafts=2, deaths=True, samples=1) as run:
+    with Run(tmp_path, targets=1, drafts=2, samples=1) as run:
         agreeing = [run.target(0), run.draft(0)]
         run.wait_for("two ranks to be joining", lambda: all(is_joining(worker) for worker in agreeing))
         odd = run.draft(1, config={"chunk_bytes": 4096})
@@ -57,7 +57,7 @@ def test_ranks_that_disagree_on_the_config(tmp_path):
 
 
 def test_ranks_that_disagree_on_who_is_there(tmp_path):
-    with Run(tmp_path, targets=1, drafts=2, deaths=True, samples=1) as run:
+    with Run(tmp_path, targets=1, drafts=2, samples=1) as run:
         agreeing = run.target(0)
         run.wait_for("the target to be joining", lambda: agreeing.log.exists())
         odd = run.draft(0, drafts=3)

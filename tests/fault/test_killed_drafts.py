@@ -22,10 +22,12 @@ def everything(targets, samples):
 )
 def test_killed_draft_loses_nothing(tmp_path, targets, drafts, samples, end):
     with Run(tmp_path, targets=targets, drafts=drafts, deaths=True, config={"end": end}, samples=samples) as run:
-        owners, takers = run.start_all(draft={"pace": 0.01})
+        # The run cannot end before the kill, however late that comes.
+        owners, takers = run.start_all(target={"gate_at": (samples - 1, "killed")}, draft={"pace": 0.01})
         victim, others = takers[0], takers[1:]  # with rounds, rank 0 is the one that leads them
         run.wait_got(victim, 8)
         victim.kill()
+        run.open_gate("killed")
         run.wait_ended(*owners, *others)
         assert [worker.error for worker in (*owners, *others)] == [None] * (targets + drafts - 1)
         acked = [number for worker in others for number in worker.acked]

@@ -26,7 +26,7 @@ def test_run_id_is_used_again_after_a_clean_end(tmp_path):
 
 def test_run_id_is_used_again_after_everybody_was_killed(tmp_path):
     with Run(tmp_path, targets=1, drafts=2, deaths=True, config={"end": "drop"}, samples=40) as run:
-        owners, takers = run.start_all(target={"pace": 0.02}, draft={"pace": 0.02})
+        owners, takers = run.start_all(target={"pace": 0.02, "gate_at": (39, "never")}, draft={"pace": 0.02})
         run.wait_got(takers[0], 5)
         for worker in (*owners, *takers):
             worker.signal(signal.SIGKILL)

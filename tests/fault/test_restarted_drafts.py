@@ -11,11 +11,13 @@ pytestmark = pytest.mark.distributed
 def test_killed_draft_job_goes_on_when_started_again(tmp_path, end, assignment):
     config = {"end": end, "assignment": assignment, "draft_restart_timeout": 60.0}
     with Run(tmp_path, targets=2, drafts=2, deaths=True, config=config, samples=40) as run:
-        owners, takers = run.start_all(draft={"pace": 0.02})
+        # The run cannot end before the kills, however late they come.
+        owners, takers = run.start_all(target={"gate_at": (39, "killed")}, draft={"pace": 0.02})
         run.wait_got(takers[0], 5)
         run.wait_got(takers[1], 5)
         for taker in takers:
             taker.kill()
+        run.open_gate("killed")
         again = [run.draft(rank, life=1) for rank in range(2)]
         run.wait_ended(*owners, *again)
         assert [worker.error for worker in (*owners, *again)] == [None] * 4
@@ -25,13 +27,21 @@ def test_killed_draft_job_goes_on_when_started_again(tmp_path, end, assignment):
         assert books["balanced"]
         assert books["put"] == 80
         assert books["lost"] == books["dead"] == books["resident"] == 0
-        before = {number for worker in takers for number in worker.acked}
-        missing = set(range(80)) - set(acked) - before
-        assert len(missing) <= books["dropped"] <= 2
-        # Only what the killed ranks had acked and not yet told may come a second time.
+        # What the killed ranks had acked may or may not have been heard of; so may what they had in hand, whose ack may
+        # have gone out before they could say so.
+        before = {number for worker in takers for number in worker.got}
+        assert len(set(range(80)) - set(acked) - before) <= books["dropped"]
         assert books["acked"] == 80 - books["dropped"]
         if end == "drop":
-            assert len(again[0].got) == len(again[1].got)
+            # Each rank has all samples of one target, less what its predecessor had acked of them.
+            heard = [
+                owner.said("own books")[-1]["acked"] - len(own.acked) for owner, own in zip(owners, again, strict=True)
+            ]
+            assert all(0 <= count <= len(worker.got) for count, worker in zip(heard, takers, strict=True))
+            assert books["dropped"] == max(heard) - min(heard)
+            assert len(again[0].got) == len(again[1].got) == 40 - max(heard)
+        else:
+            assert books["dropped"] == 0
 
 
 def test_one_rank_of_independent_drafts_restarts(tmp_path):
@@ -51,7 +61,8 @@ def test_one_rank_of_independent_drafts_restarts(tmp_path):
         run.open_gate("restarted")
         run.wait_ended(*owners, other, again)
         assert [worker.error for worker in (*owners, other, again)] == [None] * 4
-        assert {number for worker in (victim, other, again) for number in worker.acked} == set(range(120))
+        # The victim may have sent the ack of what it had in hand before it could say so.
+        assert set(range(120)) - set(other.acked) - set(again.acked) <= set(victim.got)
         books = other.books
         assert books["balanced"]
         assert books["acked"] == books["put"] == 120
@@ -60,7 +71,7 @@ def test_one_rank_of_independent_drafts_restarts(tmp_path):
 def test_draft_job_that_does_not_come_back_is_given_up(tmp_path):
     config = {"end": "drop", "draft_restart_timeout": 1.0}
     with Run(tmp_path, targets=2, drafts=2, deaths=True, config=config, samples=40) as run:
-        owners, takers = run.start_all(draft={"pace": 0.02})
+        owners, takers = run.start_all(draft={"pace": 0.02, "stall_at": (20, "never")})
         run.wait_got(takers[0], 5)
         for taker in takers:
             taker.kill()

@@ -5,6 +5,7 @@ import signal
 import pytest
 
 from tests.distributed.harness import Run
+from tests.distributed.workers import piped_target
 
 pytestmark = pytest.mark.distributed
 
@@ -38,7 +39,7 @@ def test_every_rank_says_that_the_store_is_gone(tmp_path, number, end):
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
 def test_store_that_goes_away_while_ranks_connect(tmp_path, number):
-    with Run(tmp_path, targets=1, drafts=2, deaths=True, config={"connect_timeout": 4.0}, samples=1) as run:
+    with Run(tmp_path, targets=1, drafts=2, deaths=True, config={"connect_timeout": 8.0}, samples=1) as run:
         there = [run.target(0), run.draft(0)]
         run.wait_for("the ranks to be joining", lambda: all(w.log.exists() and w.log.stat().st_size for w in there))
         fault(run, number)
@@ -47,3 +48,22 @@ def test_store_that_goes_away_while_ranks_connect(tmp_path, number):
         for worker in (*there, late):
             assert worker.error is not None
             assert worker.error["type"] == "ControlStoreError", worker.error
+
+
+@pytest.mark.parametrize(
+    ("number", "idle"),
+    [(signal.SIGKILL, False), (signal.SIGKILL, True), pytest.param(signal.SIGSTOP, False, marks=pytest.mark.slow)],
+    ids=["killed-no-room", "killed-no-prompts", "frozen-no-room"],
+)
+def test_pipeline_that_waits_says_that_the_store_is_gone(tmp_path, number, idle):
+    """The thread that produces waits for what only a living process can get: room in its store, or a prompt."""
+    config = {"end": "ragged", "max_samples": 2}
+    with Run(tmp_path, targets=1, drafts=1, deaths=True, config=config, samples=2 if idle else 100) as run:
+        owner = run.start("t0", piped_target, rank=0, idle=idle)
+        taker = run.draft(0, stall_at=(0, "never"))
+        run.wait_for("the target to have produced", lambda: len(owner.said("forward")) >= (2 if idle else 3))
+        run.wait_got(taker, 1)
+        fault(run, number)
+        run.wait_ended(owner)
+        assert owner.error is not None, "it ended as if all were well"
+        assert owner.error["type"] == "ControlStoreError", owner.error

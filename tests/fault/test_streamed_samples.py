@@ -27,6 +27,12 @@ def start(run, *, target=None, draft=None):
     return targets, drafts
 
 
+def wait_all_put(run, owner, count):
+    """Until so many streams have a piece: nobody is told that the run ends before it has put its own."""
+    run.wait_for("all to be put", lambda: len({entry["number"] for entry in owner.said("appended")}) == count)
+    run.open_gate("all put")
+
+
 def read_by(*drafts):
     """Length of each streamed sample that was read to its end; each once."""
     entries = [entry for draft in drafts for entry in draft.said("read")]
@@ -64,7 +70,9 @@ def test_many_streams_of_all_lengths_among_whole_samples(tmp_path, end, assignme
 def test_stream_much_longer_than_memory_is_bounded_by_its_window(tmp_path):
     config = {"end": "ragged", **TIGHT}
     with Run(tmp_path, targets=1, drafts=1, config=config, width=WIDTH) as run:
-        (owner,), (taker,) = start(run, target={"lengths": [60 * PIECE]})
+        (owner,), (taker,) = start(run, target={"lengths": [60 * PIECE]}, draft={"stall_at": (0, "full")})
+        run.wait_for("a full window", lambda: len(owner.said("appended")) == WINDOW)
+        run.open_gate("full")
         run.wait_ended(owner, taker)
         assert errors(owner, taker) == []
         assert read_by(taker) == {0: 60 * PIECE}
@@ -167,7 +175,9 @@ def test_broken_link_in_mid_stream_goes_on_where_it_broke(tmp_path):
 def test_reader_that_fails_takes_its_stream_along_and_nobody_hangs(tmp_path):
     config = {"end": "ragged", **TIGHT}
     with Run(tmp_path, targets=1, drafts=1, config=config, width=WIDTH) as run:
-        (owner,), (taker,) = start(run, target={"lengths": [9 * PIECE, 9 * PIECE]}, draft={"raise_at": 2})
+        target = {"lengths": [9 * PIECE, 9 * PIECE], "gate_at": (2, "all put")}
+        (owner,), (taker,) = start(run, target=target, draft={"raise_at": 2})
+        wait_all_put(run, owner, 2)
         run.wait_ended(owner, taker)
         assert taker.error["type"] == "ZeroDivisionError"
         assert owner.error is None
@@ -194,7 +204,9 @@ def test_stop_in_mid_stream_ends_everybody(tmp_path, end):
     """What is being read is read to its end; what waits goes back, and its writers are told that nobody is left."""
     config = {"end": end, **TIGHT, "max_bytes": 16 << 20}
     with Run(tmp_path, targets=1, drafts=2, config=config, width=WIDTH) as run:
-        (owner,), takers = start(run, target={"lengths": [9 * PIECE] * 6}, draft={"stop_run_at": 3, "pace": 0.01})
+        target = {"lengths": [9 * PIECE] * 6, "gate_at": (2, "all put")}
+        (owner,), takers = start(run, target=target, draft={"stop_run_at": 3, "pace": 0.01})
+        wait_all_put(run, owner, 6)
         run.wait_ended(owner, *takers)
         assert errors(owner, *takers) == []
         done = read_by(*takers)

@@ -9,7 +9,7 @@ pytestmark = pytest.mark.distributed
 
 @pytest.mark.parametrize(("targets", "drafts", "end"), [(2, 2, "drop"), (2, 2, "ragged"), (1, 3, "pad")])
 def test_failure_of_a_target_reaches_every_draft(tmp_path, targets, drafts, end):
-    with Run(tmp_path, targets=targets, drafts=drafts, deaths=True, config={"end": end}, samples=60) as run:
+    with Run(tmp_path, targets=targets, drafts=drafts, config={"end": end}, samples=60) as run:
         owners = [run.target(rank, raise_at=30 if rank == 0 else None, pace=0.01) for rank in range(targets)]
         takers = [run.draft(rank, pace=0.01 * (1 + rank)) for rank in range(drafts)]
         run.wait_ended(*owners, *takers)
@@ -27,9 +27,12 @@ def test_failure_of_a_target_reaches_every_draft(tmp_path, targets, drafts, end)
 
 
 def test_drafts_that_all_fail_end_the_targets(tmp_path):
-    with Run(tmp_path, targets=2, drafts=2, deaths=True, config={"end": "drop"}, samples=100) as run:
-        owners, takers = run.start_all(target={"pace": 0.02}, draft={"raise_at": 5})
-        run.wait_ended(*owners, *takers)
+    with Run(tmp_path, targets=2, drafts=2, config={"end": "drop"}, samples=100) as run:
+        owners, takers = run.start_all(target={"pace": 0.02, "gate_at": (50, "failed")}, draft={"raise_at": 5})
+        run.wait_ended(*takers)
+        run.wait_drafts_gone(*owners)
+        run.open_gate("failed")
+        run.wait_ended(*owners)
         for taker in takers:
             assert taker.error["type"] == "ZeroDivisionError"
         for owner in owners:

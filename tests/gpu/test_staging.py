@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import threading
+import time
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from nccl_stream.staging import PinnedPool, crc32c
 from nccl_stream.stores.staged import make_sample_memory
 from nccl_stream.testing.nccl_double import connected_links
 from nccl_stream.testing.store_suite import make_sample
+from nccl_stream.transport.arena import Arena
 from nccl_stream.transport.layout import SMALL_BYTES, SlotLayout
 from nccl_stream.transport.link import HostBytes
 from tests.gpu.test_nccl_link import SHARES_A_GPU
@@ -27,6 +30,9 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and there is none"),
     pytest.mark.skipif(not device_staging.is_available(), reason="the compiled core has no CUDA part"),
+    pytest.mark.skipif(
+        not device_staging.has_kernels(torch.device("cuda", 0)), reason="the compiled core has no kernels for this GPU"
+    ),
 ]
 
 MIB = 1 << 20
@@ -127,6 +133,45 @@ def test_copies_run_beside_kernels(stager, pool):
     slot.free()
 
 
+def test_graph_that_is_captured_meanwhile_is_not_disturbed(stager, pool):
+    """Threads of this package ask for copies, make stagers and reuse memory while the trainer captures a graph."""
+    slot = pool.reserve(256 * MIB)
+    source = torch.ones(256 * MIB, dtype=torch.uint8, device=GPU)
+    value = torch.ones(1000, device=GPU)
+    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream(GPU)
+    capturing, captured = threading.Event(), threading.Event()
+    errors = []
+    arena = Arena(1024, GPU)
+
+    def others():
+        try:
+            capturing.wait(WAIT_S)
+            while not captured.is_set():
+                copy = stager.copy(slot.buffer, source)
+                DeviceStager(GPU, streams=1).close()
+                used = arena.reserve(512, "s")
+                used.record_release(side)
+                used.settle()
+                copy.done()
+                copy.wait(WAIT_S)
+        except Exception as error:  # noqa: BLE001 - shown below, in the test's thread
+            errors.append(error)
+
+    asking = threading.Thread(target=others)
+    asking.start()
+    with torch.cuda.graph(graph):
+        capturing.set()
+        for _ in range(100):
+            value += 1
+            time.sleep(0.005)
+    captured.set()
+    asking.join(WAIT_S)
+    assert errors == []
+    graph.replay()
+    assert torch.equal(value.cpu(), torch.full((1000,), 101.0))
+    slot.free()
+
+
 def test_error_of_the_runtime_names_the_call_and_harms_nothing(stager):
     with pytest.raises(DeviceError, match="cudaSetDevice failed"):
         DeviceStager(f"cuda:{torch.cuda.device_count()}")
@@ -166,6 +211,21 @@ def test_packing_kernel_agrees_with_torch_for_all_dtypes_and_strides(seed):
     device_unpack(slot, offsets, back, stream=stream)
     for tensor, original in zip(back, here, strict=True):
         assert torch.equal(bytes_of(tensor.cpu()), bytes_of(original))
+
+
+def test_tensors_may_be_dropped_while_the_packing_kernel_is_still_to_run():
+    slot = torch.zeros(8 * MIB, dtype=torch.uint8, device=GPU)
+    source = torch.ones(8 * MIB, dtype=torch.uint8, device=GPU)
+    side = torch.cuda.Stream(GPU)
+    side.wait_stream(torch.cuda.current_stream(GPU))
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(100_000_000)
+    device_pack([source], slot, [0], stream=side)
+    del source
+    others = [torch.full((8 * MIB,), 2, dtype=torch.uint8, device=GPU) for _ in range(4)]
+    torch.cuda.synchronize()
+    assert bool((slot == 1).all())
+    del others
 
 
 def test_packing_of_large_strided_features_agrees_with_torch():
@@ -222,6 +282,56 @@ def test_samples_keep_their_bytes_under_every_policy(staging, donate):
             assert torch.equal(found[name].cpu(), tensor.cpu()), (value, name)
         memory.free(owned)
     assert memory.used_bytes == {"device": 0, "host": 0}
+    assert memory.close(WAIT_S)
+
+
+@pytest.mark.parametrize(("crowded", "donate"), [(False, False), (False, True), (True, False)])
+def test_memory_of_a_sample_that_is_still_read_is_written_behind_the_reads(crowded, donate):
+    """Reads are queued on another stream than the one that makes samples. Without a slot they have the allocator's."""
+    config = StreamConfig(staging="device", max_bytes=16 * MIB, max_sample_bytes=8 * MIB)
+    memory = make_sample_memory(config, GPU)
+    spec = FeatureSpec((8 * MIB,), torch.uint8)
+    layout = SlotLayout.from_specs({"x": spec}, chunk_bytes=CHUNK)
+    crowd = [memory.store(name, layout, {"x": torch.zeros(8 * MIB, dtype=torch.uint8)}, donate=False) for name in "abc"]
+    if not crowded:
+        memory.free(crowd.pop())
+    reading = torch.cuda.Stream(GPU)
+    found = []
+    for value in range(6):
+        tensors = {"x": torch.full(spec.shape, value, dtype=torch.uint8, device=GPU)}
+        owned = memory.store(str(value), layout, tensors, donate=donate)
+        del tensors
+        with torch.cuda.stream(reading):
+            torch.cuda._sleep(20_000_000)
+            found.append(memory.read(owned)["x"])
+        assert (owned.slot is None) == crowded
+        memory.free(owned)
+        del owned
+    torch.cuda.synchronize()
+    assert [int(tensor.float().mean()) for tensor in found] == list(range(6))
+    assert memory.close(WAIT_S)
+
+
+def test_next_forward_does_not_wait_for_the_copy_of_donated_features():
+    """Otherwise it does, as it may overwrite them: what is measured is there to be measured."""
+    config = StreamConfig(staging="pinned", max_bytes=600 * MIB, max_sample_bytes=512 * MIB)
+    memory = make_sample_memory(config, GPU)
+    tensor = torch.ones(512 * MIB, dtype=torch.uint8, device=GPU)
+    layout = SlotLayout.from_specs({"x": FeatureSpec.of(tensor)}, chunk_bytes=CHUNK)
+    small = torch.zeros(1, device=GPU)
+
+    def put_and_go_on(donate):
+        owned = memory.store("s", layout, {"x": tensor}, donate=donate)
+        small.add_(1)  # the next forward
+        return owned
+
+    times = {}
+    for donate in (False, True, False, True):  # the first round warms up
+        kept = []
+        times[donate] = elapsed_ms(lambda donate=donate, kept=kept: kept.append(put_and_go_on(donate)))
+        kept[0].features()
+        memory.free(kept.pop())
+    assert times[True] < 0.5 * times[False], times
     assert memory.close(WAIT_S)
 
 

@@ -36,7 +36,7 @@ from nccl_stream.interop.nemo import (
 from nccl_stream.refs import FeatureSpec
 from nccl_stream.schema import FRAME_ATTRIBUTE, NORM_ATTRIBUTE
 from nccl_stream.testing.store_suite import FeatureStoreConformance, StoreHarness, make_sample, raw_bytes
-from tests.unit.pipeline_support import FakeTarget, fill_of, packed_prompt, prompt, prompts
+from tests.unit.pipeline_support import Background, FakeTarget, fill_of, packed_prompt, prompt, prompts
 from tests.unit.test_nccl_store import CONFIG, open_pair
 
 FEATURES = ("aux_hidden_states", "input_ids", "attention_mask", "loss_mask", "logits")
@@ -286,6 +286,27 @@ def test_our_pipeline_runs_on_nemo_store_and_is_bit_equal_to_colocated(nemo_stor
             seen.append(fill_of(batch))
     assert seen == [1, 2, 3, 4, 5]
     assert nemo_store.health().sample_count == 0
+
+
+def test_our_producer_runs_nemo_backend_without_being_told_its_algorithm():
+    queue = nccl_stream.SampleRefQueue(store := nccl_stream.LocalFeatureStore())
+    producer = nccl_stream.FeatureProducer(NemoTarget(), store, run_id="run")
+    with (
+        nccl_stream.AsyncFeaturePipeline(producer, queue, [prompt(1), packed_prompt([3, 5])]),
+        nccl_stream.FeatureDataLoader(queue, store) as loader,
+    ):
+        for batch, source in zip(loader, (prompt(1), packed_prompt([3, 5])), strict=True):
+            assert_same(batch, colocated(source))
+
+
+def test_batch_of_more_samples_than_nemo_store_holds_comes_with_those_it_holds():
+    store = from_nemo_store(nemo.LocalFeatureStore(max_samples=4))
+    queue = nccl_stream.SampleRefQueue(store)
+    producer = nccl_stream.FeatureProducer(FakeTarget(torch.bfloat16), store, run_id="run")
+    with nccl_stream.AsyncFeaturePipeline(producer, queue, prompts(10)):
+        loader = nccl_stream.FeatureDataLoader(queue, store, batch_size=5)
+        pulled = Background(lambda: [len(batch.sample_ids) for batch in loader])
+        assert pulled.result() == [4, 4, 2]
 
 
 def test_probabilities_over_a_draft_vocabulary_pass_and_last_hidden_states_are_refused(nemo_store):

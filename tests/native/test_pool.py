@@ -291,6 +291,11 @@ def test_reserve_more_than_the_pool_is_a_capacity_error_that_waiting_cannot_help
     assert not caught.value.can_wait
 
 
+def interrupted(pool: PinnedPool, timer: threading.Timer) -> None:
+    timer.start()
+    pool.reserve(1, timeout=PATIENCE_S)
+
+
 def test_reserve_waiting_in_the_main_thread_is_ended_by_a_signal(pool: PinnedPool) -> None:
     class StopError(Exception):
         pass
@@ -302,9 +307,8 @@ def test_reserve_waiting_in_the_main_thread_is_ended_by_a_signal(pool: PinnedPoo
     before = signal.signal(signal.SIGUSR1, stop)
     try:
         timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGUSR1))
-        timer.start()
         with pytest.raises(StopError):
-            pool.reserve(1, timeout=PATIENCE_S)
+            interrupted(pool, timer)
         timer.join()
     finally:
         signal.signal(signal.SIGUSR1, before)

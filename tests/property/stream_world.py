@@ -366,7 +366,7 @@ class World:
             assignment="static" if static else "demand",
             end=end,
             batch_size=batch,
-            lease=1e9,
+            lease=1e6,
             announce_window=self.rng.randint(1, 4),
             chunk_bytes=CHUNK,
             max_failures=budget,

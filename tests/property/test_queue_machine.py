@@ -34,6 +34,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.pending = OrderedDict()  # name -> redelivery count
         self.leased = {}  # lease id -> (name, redelivery count, deadline)
         self.dead = OrderedDict()  # name -> delivery count
+        self.gone = set()  # those of the dead whose sample is gone
         self.closed = False
         self.error = None
         self.books = dict.fromkeys(
@@ -45,11 +46,14 @@ class QueueMachine(RuleBasedStateMachine):
             self.store.close()
 
     def known(self, name):
-        return name in self.pending or name in self.dead or any(name == n for n, _, _ in self.leased.values())
+        stored = name in self.dead and name not in self.gone
+        return name in self.pending or stored or any(name == n for n, _, _ in self.leased.values())
 
-    def requeue(self, name, count):
-        if self.budget is not None and count >= self.budget:
+    def requeue(self, name, count, final=False):
+        if final or (self.budget is not None and count >= self.budget):
             self.dead[name] = count + 1
+            if final:
+                self.gone.add(name)
             self.books["dead"] += 1
         else:
             self.pending[name] = count + 1
@@ -90,6 +94,8 @@ class QueueMachine(RuleBasedStateMachine):
                 put(make_ref(name))
         else:
             put(make_ref(name))
+            self.dead.pop(name, None)
+            self.gone.discard(name)
             self.pending[name] = 0
             self.books["put"] += 1
 
@@ -120,13 +126,13 @@ class QueueMachine(RuleBasedStateMachine):
         if self.end(lease) is not None:
             self.books["acked"] += 1
 
-    @rule(lease=leases, duplicate=DUPLICATES)
-    def fail(self, lease, duplicate):
-        self.queue.fail(duplicate(lease))
+    @rule(lease=leases, duplicate=DUPLICATES, final=st.sampled_from([False, False, True]))
+    def fail(self, lease, duplicate, final):
+        self.queue.fail(duplicate(lease), final=final)
         found = self.end(lease)
         if found is not None:
             self.books["failed"] += 1
-            self.requeue(found[0], found[1])
+            self.requeue(found[0], found[1], final)
 
     @rule(lease=leases, duplicate=DUPLICATES)
     def hand_back(self, lease, duplicate):
@@ -160,7 +166,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule(name=st.one_of(st.none(), NAMES))
     def redrive(self, name):
-        chosen = list(self.dead) if name is None else [n for n in self.dead if n == name]
+        chosen = [n for n in self.dead if n not in self.gone and name in (None, n)]
         assert self.queue.redrive(None if name is None else make_ref(name)) == len(chosen)
         for each in chosen:
             del self.dead[each]
@@ -185,8 +191,9 @@ class QueueMachine(RuleBasedStateMachine):
         assert stats.put == stats.acked + stats.dead + stats.pending + stats.leased
         assert self.queue.pending_count() == stats.pending == len(self.pending)
         assert self.queue.outstanding_count() == stats.leased == len(self.leased)
-        letters = [(letter.ref.sample_id, letter.delivery_count) for letter in self.queue.dead_letters()]
-        assert letters == list(self.dead.items())
+        letters = self.queue.dead_letters()
+        assert [(letter.ref.sample_id, letter.delivery_count) for letter in letters] == list(self.dead.items())
+        assert {letter.ref.sample_id for letter in letters if not letter.is_stored} == self.gone
         assert self.queue.is_closed == self.closed
         assert self.queue.is_drained == (self.closed and not self.pending and not self.leased)
 

@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import gc
 import random
+import weakref
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nccl_stream import device_staging
+from nccl_stream import device_staging, pinned_pool
 from nccl_stream.config import StreamConfig
 from nccl_stream.device_staging import DeviceStager
 from nccl_stream.errors import ConfigError, DeviceError, MisuseError
 from nccl_stream.refs import FeatureSpec
 from nccl_stream.staging import Stager, open_stager
-from nccl_stream.stores.staged import Placement, SampleMemory, _small_ranges, make_sample_memory
+from nccl_stream.stores.staged import (
+    Placement,
+    SampleMemory,
+    _host_arena,
+    _small_ranges,
+    arena_bytes,
+    make_sample_memory,
+)
 from nccl_stream.transport.arena import Arena
 from nccl_stream.transport.layout import HEADER_BYTES, SMALL_BYTES, SlotLayout
 
@@ -173,6 +182,82 @@ def test_slot_of_a_dropped_sample_is_not_given_out_while_copies_write_into_it(se
     assert third.slot is not None
     machine.run()
     assert same(third.features(), {"x": torch.full((2 * SMALL_BYTES,), 3, dtype=torch.uint8)})
+
+
+@pytest.mark.parametrize("event", ["sweep", "free"])
+def test_memory_of_the_device_goes_when_the_copies_are_over_whether_or_not_more_are_put(event):
+    class Memory(np.ndarray):
+        pass
+
+    machine = Machine("pinned")
+    memory = np.ones(2 * SMALL_BYTES, dtype=np.uint8).view(Memory)
+    alive = weakref.ref(memory)
+    other = machine.put("other", {"x": torch.arange(5)})
+    kept = machine.put("kept", {"x": torch.frombuffer(memory, dtype=torch.uint8)})
+    del memory
+    machine.run()
+    gc.collect()
+    assert alive() is not None
+    if event == "sweep":
+        machine.memory.sweep()
+    else:
+        machine.memory.free(other)
+    gc.collect()
+    assert alive() is None
+    assert same(kept.features(), {"x": torch.ones(2 * SMALL_BYTES, dtype=torch.uint8)})
+
+
+@given(
+    max_sample=st.integers(1, 300),
+    rounds=st.integers(1, 4),
+    drafts=st.integers(1, 5),
+    slack=st.integers(0, 300),
+    cap=st.integers(0, 500) | st.none(),
+    staging=st.sampled_from(["pinned", "auto"]),
+    rng=st.randoms(use_true_random=False),
+)
+@QUICK
+def test_preallocated_host_memory_holds_everything_that_the_books_admit(
+    max_sample, rounds, drafts, slack, cap, staging, rng
+):
+    """Of a GPU rank; more page-locked memory would hold up the device. Sizes in KiB."""
+    config = StreamConfig(
+        staging=staging, batch_size=rounds, max_sample_bytes=max_sample << 10, arena_bytes=1 << 40,
+        max_bytes=(rounds * drafts * max_sample + slack) << 10, device_bytes=None if cap is None else cap << 10,
+    )  # fmt: skip
+    config.check_run(num_targets=1, num_drafts=drafts)
+    arena = Arena(arena_bytes(config, staging, drafts, on_gpu=True)["host"])
+    placement = Placement(staging, config.device_cap)
+    held, resident = [], 0
+    for _ in range(60):
+        nbytes = config.max_sample_bytes if rng.random() < 0.8 else rng.randint(1, config.max_sample_bytes)
+        while resident + nbytes > config.resident_cap(drafts):
+            place, size, slot = held.pop(rng.randrange(len(held)) if rng.random() < 0.5 else 0)
+            placement.give(place, size)
+            resident -= size
+            if slot is not None:
+                slot.settle()
+        place = placement.take(nbytes)
+        layout = SlotLayout.from_specs({"x": FeatureSpec((nbytes,), torch.uint8)}, chunk_bytes=CHUNK)
+        assert layout.total_bytes <= arena.free_bytes or place == "device", "the books admit more than there is"
+        held.append((place, nbytes, arena.reserve(layout.total_bytes, "s") if place == "host" else None))
+        resident += nbytes
+
+
+def test_sample_without_a_slot_is_reported_once(caplog):
+    caplog.set_level("INFO")
+    machine = Machine("pinned", samples=1)
+    for n in range(4):
+        machine.put(str(n), {"x": torch.zeros(2 * SMALL_BYTES, dtype=torch.uint8)})
+    assert [record.args[2] for record in caplog.records if "memory of its own" in record.message] == ["1"]
+
+
+def test_host_that_page_locks_nothing_is_reported_with_the_setting_that_helps(monkeypatch):
+    refusing = SimpleNamespace(lock=lambda address, nbytes: 2, unlock=lambda address: 0)
+    monkeypatch.setattr(pinned_pool, "_page_lock_of", lambda pin: refusing if pin else None)
+    with pytest.raises(ConfigError, match=r'1048576 bytes.*max_bytes.*staging="device"') as caught:
+        _host_arena(1 << 20, pin=True)
+    assert "CUDA error 2" in str(caught.value.__cause__)
 
 
 @pytest.mark.parametrize(("call", "nth"), [("memcpy_async", n) for n in range(1, 8)] + [("event_record", 3)])

@@ -24,7 +24,8 @@ class Producers:
         self.sink.put(writer.ref)
         return writer
 
-    def produce(self, sample_id, length, *, delay=0.0, fail_after=None, fill=0, **kwargs):
+    def produce(self, sample_id, length, *, before=lambda: None, fail_after=None, fill=0, **kwargs):
+        """Append pieces in a thread of their own; ``before`` is called there before each."""
         writer = self.open(sample_id, **kwargs)
         whole = make_whole(length, fill)
 
@@ -34,7 +35,7 @@ class Producers:
                     for index, start in enumerate(range(0, length, PIECE)):
                         if index == fail_after:
                             raise KeyError("the prefill went wrong")
-                        time.sleep(delay)
+                        before()
                         writer.append(cut(whole, start, min(start + PIECE, length)))
             except (NcclStreamError, KeyError) as error:
                 self.errors.append(error)
@@ -42,6 +43,23 @@ class Producers:
         self.threads.append(threading.Thread(target=run, daemon=True))
         self.threads[-1].start()
         return whole
+
+    @staticmethod
+    def pass_time(table, clock):
+        """What to call before each piece: it lets the clock of a lease table run on, and waits for a renewal."""
+
+        def wait_until(condition):
+            limit = time.monotonic() + WAIT_S
+            while not condition():
+                assert time.monotonic() < limit, "the lease is not renewed"
+                time.sleep(0.005)
+
+        def before():
+            wait_until(lambda: table.next_deadline() is not None)
+            clock.advance(0.6 * table.visibility_timeout.seconds)  # two of these without a renewal would end the lease
+            wait_until(lambda: table.next_deadline() >= clock.now + table.visibility_timeout.seconds)
+
+        return before
 
     def join(self):
         for thread in self.threads:

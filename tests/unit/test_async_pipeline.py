@@ -423,3 +423,38 @@ def test_producer_written_for_the_documented_signature_alone_works(rig):
 
     with AsyncFeaturePipeline(Documented(), rig.queue, prompts(3)):
         assert len(list(rig.loader())) == 3
+
+
+def unsupervised(fill: int) -> tuple[torch.Tensor, ...]:
+    """A prompt of whose labels only the first token's is supervised, which EAGLE-3 never predicts."""
+    ids, attention, loss = prompt(fill)
+    loss[:, 1:] = 0
+    return ids, attention, loss
+
+
+def test_prompts_with_nothing_to_learn_are_skipped_and_counted_where_asked(rig):
+    source = [unsupervised(1), prompt(2), unsupervised(3), prompt(4), torch.zeros(1, 1, dtype=torch.long)]
+    with rig.pipeline(iter(source), skip_unsupervised=True) as pipeline:
+        assert [fill_of(batch) for batch in rig.loader()] == [2, 4]
+    assert (pipeline.num_skipped, rig.target.num_forwards, rig.resident) == (3, 2, 0)
+
+
+def test_every_prompt_is_run_by_default(rig):
+    with rig.pipeline(iter([unsupervised(1), prompt(2)])) as pipeline:
+        assert [fill_of(batch) for batch in rig.loader()] == [1, 2]
+    assert (pipeline.num_skipped, rig.target.num_forwards) == (0, 2)
+
+
+def test_pipeline_of_skipped_prompts_alone_ends(rig):
+    with rig.pipeline(iter([unsupervised(n) for n in range(50)]), skip_unsupervised=True) as pipeline:
+        assert list(rig.loader()) == []
+    assert (pipeline.num_skipped, rig.target.num_forwards) == (50, 0)
+
+
+def test_producer_that_cannot_tell_what_to_skip_is_refused(rig):
+    class Documented:
+        def produce(self, input_ids, attention_mask, loss_mask):
+            raise NotImplementedError
+
+    with pytest.raises(ConfigError, match="skip_unsupervised"):
+        AsyncFeaturePipeline(Documented(), rig.queue, iter([]), skip_unsupervised=True)

@@ -208,6 +208,21 @@ def test_put_dead_letters_do_not_hold_the_producers_for_ever():
     assert scene.queue.pending_count() == 1
 
 
+def test_put_samples_that_are_gone_are_not_taken_for_ones_that_fill_the_store():
+    scene = Scene(high=2, low=1)
+    for name in ("x", "y", "z"):
+        ref = scene.make(name)
+        scene.queue.put(ref)
+        scene.queue.fail(scene.queue.acquire(), final=True)
+        scene.store.discard(ref)
+    for name in "ab":
+        scene.queue.put(scene.make(name))
+    put = scene.blocked_put(scene.make("c"))
+    scene.consume()
+    scene.consume()
+    assert put.finish() is None
+
+
 @pytest.mark.parametrize(
     ("resident_bytes", "sample_count"),
     [(2 * 320, 0), (3 * 320, 2)],

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import math
+import socket
 from typing import Any
 
 import pytest
 
 import nccl_stream
 from nccl_stream.config import StreamConfig
-from nccl_stream.errors import ConfigError, ControlStoreError
+from nccl_stream.errors import ConfigError, ControlStoreError, PeerTimeoutError
 from nccl_stream.ranks.place import find_place
 
-TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_USE_AGENT_STORE")
+TORCHRUN = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TORCHELASTIC_RESTART_COUNT",
+    "TORCHELASTIC_USE_AGENT_STORE",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -71,6 +81,10 @@ def test_two_launches_take_their_own_count_from_torchrun(monkeypatch: pytest.Mon
         ({"role": "draft"}, "num_targets and num_drafts"),
         ({"role": "draft", "num_targets": 1, "num_drafts": 3}, "has 4 ranks"),
         ({"role": "draft", "rank": 2, "num_targets": 1, "num_drafts": 2}, "outside"),
+        ({"role": "draft", "rank": "0", "num_targets": 1, "num_drafts": 1}, "rank must be an int"),
+        ({"role": "draft", "rank": False, "num_targets": 1, "num_drafts": 1}, "rank must be an int"),
+        ({"target_ranks": ["a", 0]}, "sequence of ints"),
+        ({"target_ranks": 2}, "sequence of ints"),
     ],
 )
 def test_wrong_roles_and_counts_are_refused(
@@ -91,10 +105,57 @@ def test_bad_run_id_is_refused(run_id: Any) -> None:
         nccl_stream.connect(run_id=run_id, num_targets=1)
 
 
-@pytest.mark.parametrize("address", ["host:1", "tcp://host", "tcp://:1", "tcp://host:port"])
+@pytest.mark.parametrize(
+    "address", ["host:1", "tcp://host", "tcp://:1", "tcp://host:port", "tcp://h:99999", "tcp://h:0", "tcp://h:\u00b2"]
+)
 def test_bad_address_is_refused(address: str) -> None:
     with pytest.raises(ConfigError, match="tcp://host:port"):
         nccl_stream.connect(address, run_id="x", role="draft", rank=0, num_targets=1, num_drafts=1)
+
+
+@pytest.mark.parametrize("store", [5, b"tcp://host:1", object()])
+def test_what_is_no_store_is_refused(store: Any) -> None:
+    with pytest.raises(ConfigError, match="TCPStore"):
+        nccl_stream.connect(store, run_id="x", role="draft", rank=0, num_targets=1, num_drafts=1)
+
+
+@pytest.mark.parametrize("config", [{}, {"batch_size": 1}, StreamConfig])
+def test_what_is_no_configuration_is_refused(config: Any) -> None:
+    with pytest.raises(ConfigError, match="StreamConfig"):
+        nccl_stream.connect("tcp://h:1", run_id="x", role="draft", rank=0, num_targets=1, num_drafts=1, config=config)
+
+
+QUICK = StreamConfig(connect_timeout=1.0, device="cpu")
+
+
+@pytest.mark.parametrize(
+    "variables", [{}, {"MASTER_ADDR": "127.0.0.1"}, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "70000"}]
+)
+def test_launch_that_does_not_say_where_to_meet_is_refused(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]
+) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", **variables}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="MASTER_PORT"):
+        nccl_stream.connect(run_id="x", num_targets=1, config=QUICK)
+
+
+@pytest.mark.parametrize(
+    ("own_rank", "error", "names"),
+    [(0, PeerTimeoutError, "draft rank 0"), (1, ControlStoreError, "rank 0 of the launch")],
+)
+def test_rank_of_a_launch_without_an_agent_that_never_comes_is_named(
+    monkeypatch: pytest.MonkeyPatch, own_rank: int, error: type[Exception], names: str
+) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    monkeypatch.setenv("RANK", str(own_rank))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(error, match=names):
+        nccl_stream.connect(run_id="x", num_targets=1, config=QUICK)
 
 
 def test_store_that_is_not_there_is_named_within_the_deadline() -> None:
@@ -155,8 +216,33 @@ def test_most_links_are_those_of_the_busiest_rank(fanout: int | None, targets: i
         {"chunk_bytes": 1000},
         {"max_failures": -1},
         {"depth": True},
+        {"max_shared_bytes": 0},
+        {"low_watermark_bytes": "1"},
+        {"low_watermark_bytes": True},
+        {"high_watermark_bytes": 1.5},
+        {"draft_restart_timeout": -5},
+        {"draft_restart_timeout": "x"},
+        {"draft_restart_timeout": math.nan},
+        {"draft_restart_timeout": math.inf},
+        {"connect_timeout": math.inf},
+        {"connect_timeout": 10**400},
+        {"transfer_timeout": math.nan},
+        {"heartbeat": math.inf, "death_timeout": math.inf},
+        {"lease": True},
+        {"poison": "no"},
+        {"check_finite": "no"},
+        {"verify_checksums": 1},
+        {"device": 3.5},
+        {"device": 0},
+        {"device": ["cpu"]},
+        {"end": ["drop"]},
+        {"max_bytes": 1e9},
     ],
 )
 def test_values_that_mean_nothing_are_refused(values: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError):
+    with pytest.raises(ConfigError, match=next(iter(values)).partition("_")[0]):
         StreamConfig(**values)
+
+
+def test_values_that_mean_something_are_taken() -> None:
+    StreamConfig(draft_restart_timeout=0, lease=1, low_watermark_bytes=0, max_failures=0, device_bytes=0)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import random
+import weakref
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -14,6 +18,7 @@ from nccl_stream import device_staging
 from nccl_stream.device_staging import DeviceStager, device_crc32c, device_pack, device_unpack
 from nccl_stream.errors import ClosedError, DeviceError, MisuseError
 from nccl_stream.staging import crc32c
+from nccl_stream.transport.arena import Arena
 
 native = pytest.importorskip("nccl_stream._native", reason="the compiled core is not installed")
 
@@ -120,8 +125,6 @@ def test_memory_of_a_copy_in_progress_stays_when_everybody_else_has_dropped_it()
             released.append(True)
 
     def start():
-        import numpy as np
-
         class Memory(np.ndarray):
             pass
 
@@ -240,6 +243,83 @@ def test_mode_of_captures_is_that_of_the_thread_and_comes_back(monkeypatch):
     assert modes == [0]
 
 
+@pytest.fixture
+def where(monkeypatch):
+    """``(mode of captures, device)`` of the thread, as an imagined driver and torch have them."""
+    modes, devices = [0], [0]
+
+    def exchange(pointer):
+        pointer._obj.value, modes[0] = modes[0], pointer._obj.value
+        return 0
+
+    @contextlib.contextmanager
+    def at(device):
+        devices.append(device.index)
+        yield
+        devices.pop()
+
+    monkeypatch.setattr(device_staging, "_exchange_capture_mode", lambda: exchange)
+    monkeypatch.setattr(torch.cuda, "device", at)
+    return lambda: (modes[0], devices[-1])
+
+
+def test_threads_that_ask_and_wait_for_copies_do_so_on_their_device_and_beside_captures(where):
+    seen = []
+    question = SimpleNamespace(done=lambda: seen.append(where()) or True, wait=lambda _: seen.append(where()) or True)
+    copy = device_staging.DeviceCopy(question, torch.device("cuda", 3))
+    assert copy.done()
+    copy.wait(1.0)
+    copy.wait()
+    assert seen == [(device_staging.CAPTURE_THREAD_LOCAL, 3)] * 3
+    assert where() == (0, 0)
+
+
+def test_stagers_are_made_on_their_device_and_beside_captures(where, monkeypatch):
+    seen = []
+    doubles = SimpleNamespace(Stager=lambda *_: seen.append(where()), cuda_runtime=lambda: None)
+    monkeypatch.setattr(device_staging, "_native", doubles)
+    DeviceStager("cuda:2")
+    assert seen == [(device_staging.CAPTURE_THREAD_LOCAL, 2)]
+
+
+def test_arena_records_its_events_and_asks_for_them_on_its_device_and_beside_captures(where, monkeypatch):
+    seen = []
+    arena = Arena(512)
+    arena.device = torch.device("cuda", 1)
+    event = SimpleNamespace(record=lambda _: seen.append(where()), query=lambda: seen.append(where()) or False)
+    monkeypatch.setattr(arena, "_new_event", lambda: event)
+    slot = arena.reserve(256, "a")
+    slot.record_release(object())
+    slot.settle()
+    arena.reserve(256, "b")
+    assert seen == [(device_staging.CAPTURE_THREAD_LOCAL, 1)] * 2
+
+
+def test_sources_go_with_the_sweep_that_follows_the_end_of_their_copies():
+    runtime, stager = new_stager(steps_per_query=0)
+
+    class Memory(np.ndarray):
+        pass
+
+    memory = np.ones(64, dtype=np.uint8).view(Memory)
+    alive = weakref.ref(memory)
+    stager.copy(flat(64), torch.frombuffer(memory, dtype=torch.uint8))
+    del memory
+    stager.sweep()
+    gc.collect()
+    assert alive() is not None
+    finish(runtime)
+    runtime.fail("event_query", 1, 700)
+    stager.sweep()  # cannot tell
+    gc.collect()
+    assert alive() is not None
+    stager.sweep()
+    gc.collect()
+    assert alive() is None
+    assert stager.close()
+    stager.sweep()
+
+
 DTYPES = [
     torch.bool, torch.uint8, torch.int16, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float32,
     torch.int64, torch.float64, torch.complex64, torch.complex128,
@@ -314,6 +394,61 @@ def test_packing_refuses_what_does_not_fit():
     runtime.fail("launch_strided", 1, 9)
     with pytest.raises(DeviceError, match="packing kernel failed"):
         device_pack([torch.zeros(4)], slot, [0], stream=stream, runtime=runtime)
+
+
+@pytest.mark.parametrize("slot", [flat(64)[::2], torch.zeros(16), flat(64).view(8, 8)])
+def test_packing_refuses_a_slot_that_is_not_flat_bytes(slot):
+    runtime = native.FakeRuntime()
+    stream, tensors = new_stream(runtime), [flat(8, 1)]
+    with pytest.raises(MisuseError, match="flat"):
+        device_pack(tensors, slot, [0], stream=stream, runtime=runtime)
+    with pytest.raises(MisuseError, match="flat"):
+        device_unpack(slot, [0], tensors, stream=stream, runtime=runtime)
+    assert runtime.pending() == 0
+
+
+def test_packing_refuses_places_and_tensors_that_would_race_or_lie():
+    runtime = native.FakeRuntime()
+    stream, slot = new_stream(runtime), flat(64)
+    conjugated = torch.ones(2, dtype=torch.complex64).conj()
+    for tensors, offsets, message in (
+        ([flat(8), flat(8)], [0, 7], "overlap"),
+        ([flat(8), flat(8)], [8, 8], "overlap"),
+        ([flat(8), flat(8), flat(8)], [20, 0, 4], "overlap"),
+        ([flat(8), flat(8)], [0], "2 tensors, but 1 offsets"),
+        ([conjugated], [0], "resolve_conj"),
+        ([conjugated.imag], [0], "resolve_neg"),
+        ([torch.eye(2).to_sparse()], [0], "dense"),
+    ):
+        with pytest.raises(MisuseError, match=message):
+            device_pack(tensors, slot, offsets, stream=stream, runtime=runtime)
+        with pytest.raises(MisuseError, match=message):
+            device_unpack(slot, offsets, tensors, stream=stream, runtime=runtime)
+    with pytest.raises(MisuseError, match="expanded"):
+        device_unpack(slot, [0], [flat(1).expand(8)], stream=stream, runtime=runtime)
+    assert runtime.pending() == 0
+    device_pack([flat(0), flat(8), flat(0), flat(8)], slot, [4, 0, 8, 8], stream=stream, runtime=runtime)
+    device_pack([flat(1).expand(8)], slot, [0], stream=stream, runtime=runtime)
+
+
+def test_unpacking_tells_autograd():
+    runtime = native.FakeRuntime()
+    weight = torch.ones(4, requires_grad=True)
+    target = torch.ones(4)
+    product = weight * target
+    device_unpack(flat(16), [0], [target], stream=new_stream(runtime), runtime=runtime)
+    finish(runtime)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.sum().backward()
+
+
+def test_kernels_that_a_device_cannot_run_are_not_used(caplog):
+    runtime = native.FakeRuntime()
+    assert device_staging._finds_kernels(torch.device("cpu"), runtime)
+    runtime.fail("find_kernels", 1, 209)
+    assert not device_staging._finds_kernels(torch.device("cpu"), runtime)
+    assert "cudaFuncGetAttributes failed" in caplog.text
+    assert not device_staging._finds_kernels(torch.device("meta", 7), runtime), "no such device"
 
 
 @given(data=st.binary(max_size=9_000), value=st.integers(0, 2**32 - 1), start=st.integers(0, 7))

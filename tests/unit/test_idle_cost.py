@@ -112,12 +112,18 @@ def test_idle_process_makes_two_store_calls_per_heartbeat(open_streams: Any, num
 
 def surplus(streams: list[Any], stores: list[CountingStore]) -> list[int]:
     """Store calls of each process in about 30 heartbeats, beyond two for each that may have been under way."""
-    before = [
-        (stream._node._status_seq, sum(store.calls.values())) for stream, store in zip(streams, stores, strict=True)
-    ]
+    before = [reading(stream, store) for stream, store in zip(streams, stores, strict=True)]
     wait_beats(streams, 30)
-    counts = []
-    for stream, store, (beats, calls) in zip(streams, stores, before, strict=True):
-        made = sum(store.calls.values()) - calls
-        counts.append(made - 2 * (stream._node._status_seq - beats + 1))
-    return counts
+    after = [reading(stream, store) for stream, store in zip(streams, stores, strict=True)]
+    return [
+        calls - calls_before - 2 * (beats - beats_before + 1)
+        for (beats_before, calls_before), (beats, calls) in zip(before, after, strict=True)
+    ]
+
+
+def reading(stream: Any, store: CountingStore) -> tuple[int, int]:
+    """Heartbeats and store calls so far, both of one moment: no heart beats between the two looks."""
+    while True:
+        beats, calls = stream._node._status_seq, sum(store.calls.values())
+        if stream._node._status_seq == beats:
+            return beats, calls

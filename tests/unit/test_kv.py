@@ -85,6 +85,47 @@ def test_compare_set_has_one_winner_among_threads(store):
     assert store.get("k") == {"by": won[0]}
 
 
+def put(raw, key, text):
+    raw.set(key, text)
+    raw.get(key)  # a set returns before the server has answered, and other clients have connections of their own
+
+
+def test_replace_spares_only_what_is_to_be_kept(raw, store):
+    def is_kept(value):
+        if value == 7:
+            raise WireFormatError("not a value of this kind")
+        return value == {"keep": True}
+
+    for number, damaged in enumerate(["x", "", b"\x00\xff\xfe", "{}", '{ "keep" : false }', "7"]):
+        put(raw, "run/a/k", damaged)
+        assert store.replace("k", {"by": number}, unless=is_kept)
+        assert store.get("k") == {"by": number}
+    assert store.replace("missing", 1, unless=is_kept)
+    assert store.get("missing") == 1
+    put(raw, "run/a/k", '{ "keep": true }')
+    assert not store.replace("k", {"by": "x"}, unless=is_kept)
+    assert store.get("k") == {"keep": True}
+
+
+def test_replace_has_one_winner_among_threads(raw, store):
+    put(raw, "run/a/k", "damaged")
+    start, won = threading.Barrier(6), []
+
+    def compete(number):
+        client = store.clone("run/a")
+        start.wait(20)
+        if client.replace("k", {"by": number}, unless=lambda value: "by" in value):
+            won.append(number)
+
+    threads = [threading.Thread(target=compete, args=(n,)) for n in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert len(won) == 1
+    assert store.get("k") == {"by": won[0]}
+
+
 def test_queue_is_first_in_first_out_and_pop_waits(store):
     popped = []
     popper = store.clone("run/a")

@@ -305,6 +305,10 @@ def test_ref_with_a_bad_schema_raises_once_and_is_gone_with_its_bytes(rig, chang
     assert (rig.queue.pending_count(), rig.queue.outstanding_count(), rig.resident) == (1, 0, 1)
     assert [fill_of(batch) for batch in loader] == [1]
     assert rig.resident == 0
+    assert (rig.queue.statistics().acked, rig.queue.statistics().dead) == (1, 1)
+    (letter,) = rig.queue.dead_letters()
+    assert (letter.ref.sample_id, letter.is_stored) == ("bad", False)
+    assert "SchemaError" in letter.reason
 
 
 def test_feature_that_is_not_read_is_freed_with_its_sample(rig):
@@ -326,17 +330,42 @@ def test_store_that_fails_to_get_leaves_the_sample_for_another_try(rig, monkeypa
     assert [fill_of(batch) for batch in loader] == [1]
 
 
-def test_poison_sample_ends_among_the_dead_letters_with_its_reason():
+@pytest.mark.parametrize("documented_only", [False, True])
+def test_sample_that_is_gone_is_an_error_once_whatever_the_budget(rig, documented_only):
+    first, _ = rig.fill(2)
+    rig.store.discard(first)
+    queue = DocumentedQueue(rig.queue) if documented_only else rig.queue
+    loader = FeatureDataLoader(queue, rig.store)
+    with pytest.raises(KeyError):
+        next(loader)
+    assert [fill_of(batch) for batch in loader] == [2]
+    assert rig.queue.is_drained
+    if not documented_only:  # such a queue has no dead letters
+        (letter,) = rig.queue.dead_letters()
+        assert (letter.ref, letter.is_stored) == (first, False)
+        assert "SampleNotFoundError" in letter.reason
+
+
+def test_sample_of_another_store_is_left_to_who_has_that_store(rig):
+    other = LocalFeatureStore()
+    rig.queue.put(FeatureProducer(FakeTarget(), other, run_id="run").produce(*prompt(1)))
+    rig.queue.close()
+    with pytest.raises(KeyError):
+        next(FeatureDataLoader(rig.queue, rig.store))
+    assert [fill_of(batch) for batch in FeatureDataLoader(rig.queue, other)] == [1]
+
+
+def test_sample_that_always_fails_ends_among_the_dead_letters_with_its_reason(monkeypatch):
     rig = Rig(max_redeliveries=1)
-    (ref,) = rig.fill(1)
-    rig.store.discard(ref)
+    rig.fill(1)
+    monkeypatch.setattr(rig.store, "get", lambda ref: (_ for _ in ()).throw(OSError("disk")))
     loader = FeatureDataLoader(rig.queue, rig.store)
     for _ in range(2):
-        with pytest.raises(KeyError):
+        with pytest.raises(OSError, match="disk"):
             next(loader)
     assert list(loader) == []
     (letter,) = rig.queue.dead_letters()
-    assert "SampleNotFoundError" in letter.reason
+    assert (letter.reason, letter.is_stored) == ("OSError: disk", True)
 
 
 def test_producers_failure_comes_after_its_samples(rig):

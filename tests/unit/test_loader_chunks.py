@@ -21,6 +21,7 @@ from nccl_stream.loader import FeatureDataLoader
 from nccl_stream.queue import SampleRefQueue, VisibilityTimeout
 from nccl_stream.stores.local import LocalFeatureStore
 from nccl_stream.streamed.sample import OpenFeatureSpec
+from nccl_stream.testing.clock import FakeClock
 from nccl_stream.testing.store_suite import make_sample
 from nccl_stream.testing.stream_suite import PIECE, SPECS, cut, make_whole
 from tests.unit.chunk_producers import POLICY, WAIT_S, Producers
@@ -136,12 +137,14 @@ def test_streamed_samples_without_a_policy_come_whole_and_in_batches(world):
 
 
 def test_lease_is_renewed_while_the_sample_is_read(make_world):
-    world = make_world(visibility_timeout=VisibilityTimeout(0.3))
-    whole = world.produce("s", 6 * PIECE, delay=0.2)
+    clock = FakeClock()
+    world = make_world(visibility_timeout=VisibilityTimeout(0.3), clock=clock)
+    whole = world.produce("s", 6 * PIECE, before=world.pass_time(world.queue._table, clock))
     world.queue.close()
     for batch in world.loader():
         check(batch, whole)
     assert world.queue.statistics().expired == 0
+    assert not world.errors
     settled(world, 1)
 
 
@@ -172,7 +175,8 @@ def test_loop_that_stops_early_gives_memory_back_and_stops_the_producer(world):
 
 
 def test_loader_that_is_dropped_gives_memory_back(make_world):
-    world = make_world(visibility_timeout=VisibilityTimeout(0.2))
+    clock = FakeClock()
+    world = make_world(visibility_timeout=VisibilityTimeout(10.0), clock=clock)
     world.produce("s", 20 * PIECE)
     loader = world.loader()
     next(loader)
@@ -184,6 +188,7 @@ def test_loader_that_is_dropped_gives_memory_back(make_world):
     world.store.gc()
     assert world.store.health().sample_count == 0
     # Its lease runs out, and whoever gets the ref next learns that nothing is left.
+    clock.advance(11.0)
     with pytest.raises(StreamLostError):
         next(world.loader())
     assert world.books() == {"acked": 0, "dead": 1, "pending": 0, "leased": 0}

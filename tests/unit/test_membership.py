@@ -86,13 +86,59 @@ def test_epoch_in_which_nobody_lives_is_not_believed(raw):
     assert set(newcomer.read_roster()) == {newcomer.inc}
 
 
-def test_epoch_that_is_over_is_followed_by_another_at_once(raw):
+def test_epoch_that_is_over_and_left_by_all_is_followed_by_another_at_once(raw):
+    first = member(raw, "target", 0)
+    first.join()
+    first.bury(first.inc, "left", "")
+    first.declare_over()
+    second = member(raw, "target", 0, clock=lambda: 0.0)  # however long it would take to see that nobody lives
+    second.join()
+    assert second.epoch != first.epoch
+
+
+def test_epoch_that_is_over_is_not_followed_by_another_while_somebody_is_in_it(raw):
+    first, other = member(raw, "target", 0), member(raw, "draft", 0)
+    first.join()
+    with beating(raw, first):
+        other.join()
+    first.bury(first.inc, "left", "")
+    first.declare_over()
+    second = member(raw, "target", 0)
+    joining = threading.Thread(target=second.join)
+    with beating(raw, other):
+        joining.start()
+        joining.join(2 * TIMING.death_s)  # longer than it takes to see that nobody lives
+        assert joining.is_alive()
+        assert ControlStore(raw, first.shape.root, timeout=10.0).get("epoch")["epoch"] == first.epoch
+        with pytest.raises(MembershipError, match=r"last life is over, and draft rank 0 \(host pid 7\) did not"):
+            member(raw, "target", 0, connect_s=1.5).join()
+    joining.join(30)
+    assert second.epoch not in ("", first.epoch)
+
+
+def test_rank_that_comes_while_the_last_ones_leave_gives_its_slot_back(raw):
+    founder, old = member(raw, "target", 0), member(raw, "draft", 0)
+    founder.join()
+    with beating(raw, founder):
+        old.join()
+        late = member(raw, "draft", 0)
+        joining = threading.Thread(target=late.join)
+        joining.start()  # waits for the old one to be dead
+        while late.epoch == "" and joining.is_alive():
+            joining.join(0.01)
+    founder.bury(founder.inc, "left", "")
+    founder.declare_over()
+    joining.join(30)
+    assert late.epoch not in ("", founder.epoch)
+    assert late.inc not in founder.read_roster()
+
+
+def test_epoch_that_is_over_is_followed_by_another_when_the_rest_of_it_is_dead(raw):
     first = member(raw, "target", 0)
     first.join()
     first.declare_over()
-    with beating(raw, first):  # even one that still beats
-        second = member(raw, "target", 0)
-        second.join()
+    second = member(raw, "target", 0)
+    second.join()
     assert second.epoch != first.epoch
 
 
@@ -203,6 +249,55 @@ def test_disagreement_is_refused_by_name_and_written_down(raw, kwargs, name):
     assert name in founder.refusal()
 
 
+def test_refusal_is_taken_back_by_the_rank_that_comes_with_the_right_values(raw):
+    founder = member(raw, "target", 0)
+    founder.join()
+    with beating(raw, founder):
+        with pytest.raises(ConfigError):
+            member(raw, "draft", 0, num_drafts=3).join()
+        member(raw, "draft", 1).join()
+        assert "num_drafts" in founder.refusal(), "another rank has nothing to do with it"
+        member(raw, "draft", 0).join()
+    assert founder.refusal() is None
+
+
+def test_predecessors_are_known_to_who_never_saw_them_and_end_at_one_that_is_known(raw):
+    founder = member(raw, "target", 0)
+    founder.join()
+    lives = []
+    with beating(raw, founder):
+        for kind in ("died", "left", "failed"):
+            lives.append(member(raw, "draft", 0))
+            lives[-1].join()
+            founder.bury(lives[-1].inc, kind, "")
+        lives.append(member(raw, "draft", 0))
+        lives[-1].join()
+    last = founder.read_roster()[lives[-1].inc]
+    found = founder.predecessors(last, ())
+    assert [(one.inc, one.gone.kind) for one in found] == [
+        (lives[0].inc, "died"), (lives[1].inc, "left"), (lives[2].inc, "failed"),
+    ]  # fmt: skip
+    assert [one.inc for one in founder.predecessors(last, {lives[1].inc})] == [lives[2].inc]
+
+
+@pytest.mark.parametrize("value", [7, {"inc": "x"}, "a circle", "a stranger"])
+def test_damaged_predecessor_hides_only_those_before(raw, value):
+    founder, old = member(raw, "target", 0), member(raw, "draft", 0)
+    founder.join()
+    with beating(raw, founder):
+        old.join()
+        founder.bury(old.inc, "died", "")
+        new = member(raw, "draft", 0)
+        new.join()
+    documents = founder.documents
+    if value == "a circle":
+        value = documents.get("slot/draft/0")
+    elif value == "a stranger":
+        value = {**documents.get("slot/draft/0"), "inc": "d0-stranger"}
+    documents.set(f"before/{old.inc}", value)
+    assert [one.inc for one in founder.predecessors(founder.read_roster()[new.inc], ())] == [old.inc]
+
+
 @pytest.mark.parametrize("document", [7, {"epoch": "e"}, {"epoch": "../x", "minter": "m", "num_targets": 1}])
 def test_damaged_epoch_document_is_refused(raw, document):
     ControlStore(raw, "nccl_stream/run/0", timeout=10.0).set("epoch", document)
@@ -224,6 +319,72 @@ def test_damaged_tombstone_buries_nobody(raw):
     founder.documents.set(f"gone/{founder.inc}", {"kind": "exploded", "reason": "", "by": ""})
     assert founder.read_roster()[founder.inc].gone is None
     assert founder.tombstone(founder.inc) is None
+
+
+@pytest.mark.parametrize("damage", ["x", "\xff", "7", "{}", '{ "kind": "" }', '{"kind": "exploded"}', None])
+def test_who_has_a_damaged_tombstone_can_be_buried_once(raw, damage):
+    a, b = member(raw, "target", 0), member(raw, "draft", 0)
+    a.join()
+    with beating(raw, a):
+        b.join()
+    key = f"{a.shape.root}/e/{a.epoch}/gone/{b.inc}"
+    raw.delete_key(key) if damage is None else raw.set(key, damage)
+    raw.check([key])  # an answered call: the change has reached the server
+    assert a.bury(b.inc, "died", "no heartbeat")
+    assert not b.bury(b.inc, "left", "bye")
+    for one in (a, b):
+        assert one.read_roster()[b.inc].gone.reason == "no heartbeat"
+
+
+def test_who_is_gone_does_not_come_back_when_the_tombstone_is_damaged(raw):
+    a, b = member(raw, "target", 0), member(raw, "draft", 0)
+    a.join()
+    with beating(raw, a):
+        b.join()
+    b.bury(b.inc, "left", "bye")
+    assert a.read_roster()[b.inc].gone.kind == "left"
+    a.documents.set(f"gone/{b.inc}", "x")
+    assert a.read_roster()[b.inc].gone.kind == "left"
+
+
+def test_rank_of_a_silent_member_with_a_damaged_tombstone_is_taken_over(raw):
+    founder, old, new = (member(raw, "target", 0), member(raw, "draft", 0), member(raw, "draft", 0))
+    founder.join()
+    with beating(raw, founder):
+        old.join()
+        raw.set(f"{old.shape.root}/e/{old.epoch}/gone/{old.inc}", "x")
+        raw.check(["x"])  # an answered call: the change has reached the server
+        new.join()
+    assert founder.tombstone(old.inc).kind == "died"
+    assert new.inc in founder.read_roster()
+
+
+@pytest.mark.parametrize("inc", ["d1-ffffffffffff", "d0-ffffffffffff"])
+def test_slot_that_names_somebody_who_never_was_reads_as_before(raw, inc):
+    """Well-formed, with nothing behind it: nobody waits for its tombstone to appear."""
+    a, b = member(raw, "target", 0), member(raw, "draft", 1)
+    a.join()
+    with beating(raw, a):
+        b.join()
+    before = a.read_roster()
+    slot = a.documents.get("slot/draft/1")
+    a.documents.set("slot/draft/1", {**slot, "inc": inc})
+    assert a.read_roster() == before
+    newcomer = member(raw, "draft", 0)
+    with beating(raw, a):
+        newcomer.join()
+    assert set(newcomer.read_roster()) == {a.inc, newcomer.inc}
+
+
+def test_slot_that_names_a_member_of_another_rank_reads_as_before(raw):
+    a, b, c = (member(raw, "target", 0), member(raw, "draft", 0), member(raw, "draft", 1))
+    a.join()
+    with beating(raw, a):
+        b.join()
+        c.join()
+    before = a.read_roster()
+    a.documents.set("slot/draft/1", {**a.documents.get("slot/draft/1"), "inc": b.inc})
+    assert a.read_roster() == before
 
 
 def test_silence_counts_from_the_last_change_seen_and_sleep_is_excused(raw):

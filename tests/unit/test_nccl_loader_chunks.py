@@ -14,6 +14,7 @@ import torch
 from nccl_stream.config import StreamConfig
 from nccl_stream.errors import StreamBrokenError, StreamLostError
 from nccl_stream.loader import FeatureDataLoader
+from nccl_stream.testing.clock import FakeClock
 from nccl_stream.testing.store_suite import make_sample
 from nccl_stream.testing.stream_suite import PIECE, SPECS, cut, make_whole
 from tests.unit.chunk_producers import POLICY, WAIT_S, Producers
@@ -27,7 +28,6 @@ CONFIG = StreamConfig(
     device="cpu",
     heartbeat=0.2,
     death_timeout=10.0,
-    lease=2.0,
     max_failures=1,
 )
 
@@ -90,10 +90,14 @@ def check(batch, whole):
         assert torch.equal(tensor, expected[name]), name
 
 
-def test_chunks_come_through_and_samples_are_acked_after_their_last(world):
+def test_chunks_come_through_and_samples_are_acked_after_their_last(make_world):
+    world = make_world(replace(CONFIG, lease=0.5))
+    table, clock = world.draft._side.leases.table, FakeClock()
+    table._clock = clock
     lengths = {"a": 5 * PIECE + 1, "b": 1, "c": 12 * PIECE}
-    # The lease is shorter than the first sample takes.
-    wholes = {name: world.produce(name, n, delay=0.5 if name == "a" else 0.0) for name, n in lengths.items()}
+    # The first sample takes longer than a lease lasts.
+    wholes = {"a": world.produce("a", lengths["a"], before=world.pass_time(table, clock))}
+    wholes |= {name: world.produce(name, lengths[name]) for name in ("b", "c")}
     world.target.queue.put(world.target.store.put("whole", make_sample(), "run"))
     world.target.queue.close()
     counted = dict.fromkeys(wholes, 0)
@@ -154,18 +158,21 @@ def test_loop_that_stops_early_loses_the_sample_and_returns_its_memory(world):
                 break
     del batch
     world.books(put=1, lost=1)
+    world.close()  # every report has been made by then
     assert world.lost == ["a"]
     world.threads[0].join(WAIT_S)
     assert [type(error) for error in world.errors] == [StreamLostError]
 
 
 def test_loader_that_is_dropped_loses_the_sample_and_returns_its_memory(world):
+    clock = world.draft._side.leases.table._clock = FakeClock()
     world.produce("a", 30 * PIECE)
     loader = world.loader()
     next(loader)
     next(loader)
     del loader
     gc.collect()
+    clock.advance(1.1 * CONFIG.lease)
     world.threads[0].join(WAIT_S)
     assert [type(error) for error in world.errors] == [StreamLostError]
     world.books(put=1, lost=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,6 +22,7 @@ from nccl_stream.stores.nccl import NcclFeatureStore
 from nccl_stream.stores.owned_pieces import OwnedPieces
 from nccl_stream.stores.residency import Residency
 from nccl_stream.stores.staged import OwnedBytes, SampleMemory
+from nccl_stream.testing.clock import FakeClock
 from nccl_stream.testing.store_suite import FeatureStoreConformance, StoreHarness, make_sample
 from nccl_stream.transport.arena import Arena
 
@@ -32,9 +34,11 @@ def target_store(
     max_bytes: int | None = 16 * MIB,
     high_watermark_bytes: int | None = 12 * MIB,
     low_watermark_bytes: int | None = 4 * MIB,
+    max_sample_bytes: int = 8 * MIB,
+    memory: SampleMemory | None = None,
     **more: Any,
 ) -> NcclFeatureStore:
-    memory = SampleMemory(torch.device("cpu"), device_arena=Arena(32 * MIB))
+    memory = SampleMemory(torch.device("cpu"), device_arena=Arena(32 * MIB)) if memory is None else memory
     residency: Residency[OwnedBytes | OwnedPieces] = Residency(
         max_samples=max_samples,
         max_bytes=max_bytes,
@@ -46,7 +50,7 @@ def target_store(
     return NcclFeatureStore(
         "nccl://test/t0",
         torch.device("cpu"),
-        max_sample_bytes=8 * MIB,
+        max_sample_bytes=max_sample_bytes,
         chunk_bytes=MIB,
         residency=residency,
         memory=memory,
@@ -200,6 +204,65 @@ def test_put_larger_than_configured_says_what_would_do() -> None:
         assert not caught.value.can_wait
 
 
+def many_small(count: int) -> dict[str, torch.Tensor]:
+    return {**make_sample(), **{f"x{i}": torch.full((1,), float(i)) for i in range(count)}}
+
+
+def test_put_of_so_many_features_that_no_slot_holds_them_says_what_would_do() -> None:
+    with target_store(max_sample_bytes=8192) as store:
+        store.put("few", many_small(200), "run")
+        with pytest.raises(CapacityError, match=r"1005 features .* max_sample_bytes=(\d+)") as caught:
+            store.put("many", many_small(1000), "run")
+        assert not caught.value.can_wait
+        assert store.health().sample_count == 1
+    told = re.search(r"max_sample_bytes=(\d+)", str(caught.value))
+    assert told is not None
+    with target_store(max_sample_bytes=int(told[1])) as store:
+        store.put("many", many_small(1000), "run")
+    with target_store(max_sample_bytes=int(told[1]) - 1) as store, pytest.raises(CapacityError):
+        store.put("many", many_small(1000), "run")
+
+
+def test_sample_of_as_many_features_as_put_takes_arrives(pair: StreamHarness) -> None:
+    sample = many_small(600)
+    assert sum(tensor.nbytes for tensor in sample.values()) < 4096
+    with pytest.raises(CapacityError):  # with room for that many bytes alone
+        target_store(max_sample_bytes=4096).put("many", sample, "run")
+    ref = pair.send("many", sample)
+    tensors, handle = pair.consumer.get(ref)
+    assert all(torch.equal(tensors[name], sample[name]) for name in sample)
+    pair.finish(ref, handle)
+
+
+def test_target_that_leaves_says_what_died_and_what_nobody_took(caplog: pytest.LogCaptureFixture) -> None:
+    target, draft, server = open_pair(StreamConfig(**{**vars(CONFIG), "max_failures": 0}))
+    target.queue.put(target.store.put("poison", make_sample(), "run"))
+    lease = draft.queue.acquire(20.0)
+    assert lease is not None
+    draft.queue.fail(lease, reason="cannot be learned from")
+    StreamHarness(target, draft).eventually(lambda: bool(target.dead_letters()), "the budget is spent")
+    target.queue.put(target.store.put("left over", make_sample(), "run"))
+    draft.close()
+    target.close()
+    assert "1 of 2 samples are dead letters: poison (cannot be learned from)" in caplog.text
+    assert "leaves with 1 of 2 samples untaken: left over" in caplog.text
+    assert "no sample of it came" not in caplog.text
+    del server
+
+
+def test_draft_whose_stream_ended_without_a_sample_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    target, draft, server = open_pair(CONFIG)
+    target.queue.close()
+    while draft.queue.acquire(1.0) is None and not draft.queue.is_drained:
+        pass
+    draft.close()
+    target.close()
+    assert "the stream ended, and no sample of it came to this rank" in caplog.text
+    assert "dead letters" not in caplog.text
+    assert "untaken" not in caplog.text
+    del server
+
+
 def test_donated_features_are_sent_from_where_they_lie(pair: StreamHarness) -> None:
     sample = {**make_sample(), "logits": torch.randn(1, 8, 65536)}
     ref = pair.producer.put("donated", sample, "run", donate=True)  # type: ignore[call-arg]
@@ -278,10 +341,12 @@ def test_sample_that_is_always_failed_becomes_a_dead_letter_with_its_reason(pair
 def test_late_ack_of_an_expired_lease_changes_nothing() -> None:
     target, draft, server = open_pair(StreamConfig(**{**vars(CONFIG), "lease": 0.3}))
     harness = StreamHarness(target, draft)
+    clock = draft._side.leases.table._clock = FakeClock()
     try:
         target.queue.put(harness.put("slow", make_sample()))
         old = draft.queue.acquire(20.0)
         assert old is not None
+        clock.advance(0.5)
         harness.eventually(lambda: draft.queue.pending_count() == 1, "the lease expired")
         new = draft.queue.acquire(20.0)
         assert new is not None
@@ -307,6 +372,23 @@ def test_each_side_refuses_what_belongs_to_the_other(pair: StreamHarness) -> Non
     with pytest.raises(MisuseError):
         pair.draft.queue.put(ref)
     pair.target.store.discard(ref)
+
+
+def test_draft_that_was_stopped_tells_its_targets_before_it_leaves() -> None:
+    """They would offer it what it refuses again and again."""
+    target, draft, server = open_pair(CONFIG)
+    harness = StreamHarness(target, draft)
+    with draft._side.cond:
+        draft._side.stop("enough")  # the word that went to the target is late
+    assert draft.queue.acquire(0.0) is None
+    assert draft.queue.is_drained
+    harness.eventually(lambda: target.queue.consumers_gone, "the target knows")
+    with pytest.raises(ClosedError, match="no draft rank is left"):
+        target.queue.put(harness.put("late", make_sample()))
+    assert target._side.books().redelivered == 0
+    draft.close()
+    target.close()
+    del server
 
 
 def test_everything_after_close_says_so() -> None:

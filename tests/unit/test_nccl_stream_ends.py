@@ -6,6 +6,7 @@ import gc
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -19,10 +20,13 @@ from nccl_stream.errors import (
     PeerLostError,
     PeerTimeoutError,
     SampleNotFoundError,
+    SchemaError,
     SlotsHeldError,
     StreamBrokenError,
     StreamLostError,
 )
+from nccl_stream.loader import FeatureDataLoader
+from nccl_stream.testing.clock import FakeClock
 from nccl_stream.testing.store_suite import make_sample
 from nccl_stream.testing.stream_suite import PIECE, StreamHarness, cut, make_whole, next_piece, write
 from tests.unit.test_nccl_store import MIB, open_pair, target_store
@@ -47,6 +51,8 @@ SHORT = StreamConfig(
 @pytest.fixture
 def harness() -> Iterator[Any]:
     target, draft, _server = open_pair(SHORT)
+    # Leases run out when a test lets time go on, not because the machine was busy.
+    draft._side.leases.table._clock = FakeClock()
     yield PairHarness(target, draft)
     draft.close()
     target.close()
@@ -63,11 +69,21 @@ def eventually(condition: Any, what: str) -> None:
 def test_reader_keeps_its_lease_while_it_waits_and_loses_it_when_it_sleeps(harness: Any) -> None:
     whole = make_whole(2 * PIECE)
     writer, reader = harness.begin("s")
-    late = threading.Timer(1.5, lambda: writer.append(cut(whole, 0, PIECE)))  # more than two leases later
-    late.start()
-    next_piece(reader).release()
     table = harness.draft._side.leases.table
+    clock = table._clock
+
+    def append_late() -> None:
+        for _ in range(4):  # two of these without a renewal would end the lease
+            clock.advance(0.6 * SHORT.lease)
+            eventually(lambda: table.next_deadline() >= clock.now + SHORT.lease, "the lease is renewed")
+        writer.append(cut(whole, 0, PIECE))
+
+    with ThreadPoolExecutor(1) as pool:
+        late = pool.submit(append_late)
+        next_piece(reader).release()
+        late.result(60)
     assert table.counts.expired == 0
+    clock.advance(1.1 * SHORT.lease)
     eventually(lambda: table.counts.expired == 1, "nobody reads on: the lease runs out")
     with pytest.raises(StreamLostError, match="lease"):
         reader.next(timeout=30.0)
@@ -119,10 +135,59 @@ def test_lost_stream_is_reported_to_its_target_and_may_be_produced_again(harness
     assert harness.target._side.books().lost == 1
 
 
+def test_lost_stream_can_be_produced_anew_by_the_callback_itself(harness: Any) -> None:
+    """It waits for the reader of what it produces; meanwhile this rank stays a member and serves its drafts."""
+    whole = make_whole(3 * PIECE)
+    produced, lost = threading.Event(), []
+
+    def produce_anew(ids: tuple[str, ...]) -> None:
+        lost.append(ids)
+        if len(lost) == 1:
+            writer = harness.open(ids[0], window=1)
+            harness.target.queue.put(writer.ref)
+            write(writer, whole, 3 * PIECE)
+            produced.set()
+
+    harness.target.on_lost(produce_anew)
+    writer, reader = harness.begin("s")
+    writer.append(cut(whole, 0, PIECE))
+    next_piece(reader).release()
+    reader.close()
+    harness.draft.queue.fail(harness.leases.pop("s"), reason="no use for it", final=True)
+    lease = harness.draft.queue.acquire(30.0)
+    assert lease is not None, "it does not come again"
+    reader = harness.draft.store.open_reader(lease.ref)
+    for index in range(3):
+        piece = reader.next(timeout=30.0)
+        assert piece is not None
+        assert torch.equal(piece.tensors["input_ids"], cut(whole, index * PIECE, (index + 1) * PIECE)["input_ids"])
+        piece.release()
+    assert produced.wait(30.0)
+    reader.release()
+    harness.draft.queue.ack(lease)
+    assert lost == [("s",)]
+    harness.target._side.raise_if_fatal()
+
+
 def test_failed_for_good_is_a_dead_letter_whatever_the_budget(harness: Any) -> None:
     ref = harness.send("whole", make_sample())
     harness.draft.queue.fail(harness.leases.pop(ref.sample_id), reason="nobody can read it", final=True)
     eventually(lambda: len(harness.target.dead_letters()) == 1, "it does not come again")
+    again = harness.send("whole", make_sample())  # but it may be produced anew
+    assert harness.draft.queue.ack_many([harness.leases.pop(again.sample_id)]) == 1
+
+
+def test_sample_that_breaks_its_schema_is_a_dead_letter_and_not_acked(harness: Any) -> None:
+    sample = make_sample()
+    del sample["logits"]
+    harness.target.queue.put(harness.put("bad", sample))
+    with pytest.raises(SchemaError):
+        next(FeatureDataLoader(harness.draft.queue, harness.draft.store))
+    eventually(lambda: len(harness.target.dead_letters()) == 1, "it is dead")
+    (letter,) = harness.target.dead_letters()
+    assert "SchemaError" in letter.reason
+    books = harness.target._side.books()
+    assert (books.acked, books.dead, books.resident) == (0, 1, 0)
 
 
 def test_target_that_leaves_fails_what_is_still_open(harness: Any) -> None:

@@ -10,9 +10,10 @@ import pytest
 
 from nccl_stream.config import StreamConfig
 from nccl_stream.refs import SampleRef
+from nccl_stream.stores.owned_pieces import OwnedPieceWriter
 from nccl_stream.streamed.sample import StreamWriter
 from nccl_stream.testing import stream_suite
-from nccl_stream.testing.stream_suite import SampleStreamConformance
+from nccl_stream.testing.stream_suite import PIECE, SampleStreamConformance
 from tests.unit.test_nccl_store import MIB, StreamHarness, open_pair, target_store
 
 CONFIG = StreamConfig(
@@ -85,3 +86,32 @@ class TestTargetAlone:
 
     def test_caps_count_the_window_when_the_sample_is_opened(self, capped_store: Callable[..., Any]) -> None:
         SampleStreamConformance().test_caps_count_the_window_when_the_sample_is_opened(capped_store)
+
+    def test_appends_that_fail_take_room_for_one_piece_at_most(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        whole = stream_suite.make_whole(6 * PIECE)
+        with target_store() as store:
+            writer = stream_suite.StreamHarness(store).open("s", window=2, retain=True)
+            sample = writer._sample  # type: ignore[attr-defined]
+
+            def append(number: int) -> None:
+                writer.append(stream_suite.cut(whole, number * PIECE, (number + 1) * PIECE))
+                sample.stream.freed = number + 1  # as if its draft had read it
+
+            def refuse(*args: Any) -> None:
+                raise MemoryError("no memory")
+
+            for number in range(4):
+                append(number)
+            before = store.health().resident_bytes
+            taken = set()
+            with monkeypatch.context() as patch:
+                patch.setattr(OwnedPieceWriter, "_pack", refuse)
+                for _ in range(3):
+                    with pytest.raises(MemoryError, match="no memory"):
+                        append(4)
+                    taken.add(store.health().resident_bytes)
+            assert len(taken) == 1
+            append(4)
+            assert {store.health().resident_bytes} == taken
+            append(5)
+            assert store.health().resident_bytes == before + 2 * (taken.pop() - before) > before

@@ -16,7 +16,7 @@ from nccl_stream.errors import ControlStoreError, FencedError, PeerTimeoutError
 
 PATIENCE = 30.0
 CALM = Timing(heartbeat_s=0.1, death_s=60.0, fence_s=30.0, connect_s=20.0)  # nobody dies, however busy the machine
-DEADLY = Timing(heartbeat_s=0.1, death_s=3.0, fence_s=1.5, connect_s=20.0)
+DEADLY = Timing(heartbeat_s=0.1, death_s=5.0, fence_s=3.0, connect_s=20.0)
 
 
 class Handler:
@@ -24,7 +24,7 @@ class Handler:
 
     def __init__(self):
         self.cond = threading.Condition()
-        self.messages, self.joined, self.gone, self.fatal = [], [], [], []
+        self.messages, self.joined, self.missed, self.gone, self.fatal = [], [], [], [], []
         self.ticks = 0
 
     def note(self, where, what):
@@ -38,6 +38,9 @@ class Handler:
 
     def on_joined(self, member):
         self.note(self.joined, member)
+
+    def on_missed(self, member):
+        self.note(self.missed, member)
 
     def on_gone(self, member):
         self.note(self.gone, member)
@@ -186,6 +189,46 @@ def test_incomplete_run_names_who_is_missing():
         with pytest.raises(PeerTimeoutError, match="target rank 0, draft rank 0, draft rank 2"):
             node.wait_complete(time.monotonic() + 0.3)
     finally:
+        assert node.close(5.0) == []
+
+
+class Seat(Node):
+    """A node of a run of one target and two drafts."""
+
+    def __init__(self, raw, role, rank, *, one_launch=False):
+        self.heard = Handler()
+        identity = Identity(role, rank, "h", 1, "cpu", {})
+        super().__init__(raw.clone(), RunShape("run", "0", 1, 2, one_launch), identity, CALM, self.heard)
+        self.join()
+
+
+@pytest.mark.parametrize(("one_launch", "kind"), [(False, "died"), (False, "left"), (True, "left")])
+def test_run_that_was_complete_goes_on_without_who_is_gone(one_launch, kind):
+    raw = tcp_store("127.0.0.1", 0, serve=True, timeout=10.0)
+    first = [Seat(raw, role, rank, one_launch=one_launch) for role, rank in (("target", 0), ("draft", 0))]
+    gone = Seat(raw, "draft", 1, one_launch=one_launch)
+    for node in (gone, first[0]):
+        node.wait_complete(time.monotonic() + PATIENCE)
+    gone.leave(kind, "")
+    with pytest.raises(PeerTimeoutError, match="draft rank 1"):
+        first[1].wait_complete(time.monotonic() + 0.3, is_served=lambda: False)
+    first[1].wait_complete(time.monotonic() + PATIENCE)
+    for node in (*first, gone):
+        assert node.close(5.0) == []
+
+
+def test_newcomer_is_told_who_was_gone_before_it_after_those_who_are_there():
+    raw = tcp_store("127.0.0.1", 0, serve=True, timeout=10.0)
+    target, lives = Seat(raw, "target", 0), []
+    for _ in range(3):
+        lives.append(Seat(raw, "draft", 0))
+        lives[-1].leave("failed", "")
+    newcomer = Seat(raw, "draft", 1)
+    newcomer.heard.wait_for(lambda: len(newcomer.heard.missed) == 3)
+    assert [member.inc for member in newcomer.heard.missed] == [each.inc for each in lives]
+    assert [member.inc for member in newcomer.heard.joined] == [target.inc]
+    assert newcomer.heard.gone == []
+    for node in (target, newcomer, *lives):
         assert node.close(5.0) == []
 
 

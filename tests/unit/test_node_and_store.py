@@ -32,6 +32,9 @@ class Handler:
         self.told.append(("message", sender.inc))
         self.heard.set()
 
+    def on_missed(self, member):
+        self.told.append(("missed", member.inc))
+
     def on_gone(self, member):
         self.told.append(("gone", member.inc))
 

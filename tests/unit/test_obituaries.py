@@ -87,6 +87,18 @@ def test_books_wait_for_every_heir_that_lives_and_for_no_other():
     assert obituaries.complete(["d0"]) == []  # they are closed
 
 
+def test_books_of_one_that_was_gone_before_wait_for_everybody_who_lives_then():
+    obituaries = Obituaries()
+    obituaries.died(OWNER, "target rank 0", "died", "", None)
+    obituaries.heard("d0", Estate(OWNER, [], []))
+    assert obituaries.complete(["d0", "d9"]) == []
+    obituaries.heard("d9", Estate(OWNER, [], []))
+    assert obituaries.complete(["d0", "d9"]) == [OWNER]
+    assert obituaries.declared("d9") == [Estate(OWNER, [], [])]
+    obituaries.read(OWNER, obituaries.compose(OWNER, JournalReading(totals(), ())))
+    assert obituaries.declared("d9") == []
+
+
 def test_estate_that_is_told_before_the_death_is_known_counts_and_only_the_first_one():
     obituaries = Obituaries()
     obituaries.heard("d1", Estate(OWNER, ["a"], []))

@@ -6,6 +6,7 @@ import torch
 from nccl_stream.errors import CapacityError, MisuseError, SchemaError, SpecMismatchError
 from nccl_stream.producer import FeatureProducer
 from nccl_stream.refs import FeatureAlgorithm, FeatureSpec
+from nccl_stream.schema import FRAME_ATTRIBUTE, NORM_ATTRIBUTE
 from nccl_stream.stores.local import LocalFeatureStore
 from nccl_stream.target import Eagle3TargetBatch
 from tests.unit.pipeline_support import (
@@ -19,6 +20,7 @@ from tests.unit.pipeline_support import (
     sample_bytes,
     wait_until,
 )
+from tests.unit.test_nccl_store import target_store
 
 
 @pytest.fixture
@@ -80,6 +82,16 @@ def test_ids_count_from_one_or_come_from_the_factory_or_the_call(store):
     assert made.produce(*prompt(1)).sample_id == "made-1"
 
 
+def test_backend_of_nemo_automodel_is_known_by_its_base_class(store):
+    base = type("Eagle3TargetBackend", (), {})  # theirs is no relative of ours, and says nothing more
+
+    class Theirs(base):
+        def generate_batch(self, **prompt):
+            return FakeTarget().generate_batch(**prompt)
+
+    assert FeatureProducer(Theirs(), store, run_id="run").produce(*prompt(1)).algorithm is FeatureAlgorithm.EAGLE3
+
+
 def test_unknown_backend_is_refused_unless_the_algorithm_is_given(store):
     class Unknown:
         def generate_batch(self, input_ids, attention_mask, loss_mask):
@@ -131,6 +143,105 @@ def test_batch_without_logits_is_refused_until_the_vocabulary_is_mapped(store):
     producer.set_vocab_mapping(*mapping)
     assert target.vocab_mapping == mapping
     assert producer.produce(*prompt(1)).feature_names()[-2:] == ("target_probs", "position_mask")
+
+
+class ShapedTarget(FakeTarget):
+    """Returns the fake target's features, as a plain mapping, with some of them changed."""
+
+    def __init__(self, **changes) -> None:
+        super().__init__()
+        self.changes = changes
+
+    def generate_batch(self, input_ids, attention_mask, loss_mask):
+        features = super().generate_batch(input_ids, attention_mask, loss_mask).features()
+        return {**features, **self.changes}
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        ("aux_hidden_states", torch.zeros(1, SEQ, 3 * HIDDEN + 1)),
+        ("aux_hidden_states", torch.zeros(1, SEQ, 3 * HIDDEN, dtype=torch.int64)),
+        ("input_ids", torch.zeros(1, SEQ)),
+        ("attention_mask", torch.ones(SEQ)),
+        ("loss_mask", torch.ones(1, 3)),
+        ("logits", torch.zeros(2, SEQ, VOCAB)),
+        ("logits", torch.zeros(1, SEQ + 1, VOCAB)),
+    ],
+    ids=["odd width", "ids as states", "float ids", "no rows", "short mask", "other rows", "other length"],
+)
+def test_batch_whose_features_do_not_fit_together_is_refused_before_the_put(store, name, tensor):
+    producer = producer_for(store, ShapedTarget(**{name: tensor}))
+    with pytest.raises(SchemaError):
+        producer.produce(*prompt(1))
+    assert store.health().sample_count == 0
+
+
+def test_value_that_is_no_tensor_is_the_stores_to_refuse(store):
+    with pytest.raises(MisuseError, match="must be a tensor"):
+        producer_for(store, ShapedTarget(loss_mask=[1] * SEQ)).produce(*prompt(1))
+    assert store.health().sample_count == 0
+
+
+@pytest.mark.parametrize(("position", "worth"), [(0, False), (1, True), (SEQ - 1, True)])
+def test_producer_says_whether_a_prompt_would_train_anything(store, position, worth):
+    """The first token of a prompt predicts nothing, so nothing is learned of its own label."""
+    mask = torch.zeros(1, SEQ, dtype=torch.long)
+    mask[0, position] = 1
+    assert producer_for(store).is_worth_a_forward(mask) is worth
+
+
+class DocumentedStore(LocalFeatureStore):
+    """Written to the documented contract alone."""
+
+    def put(
+        self,
+        sample_id,
+        tensors,
+        run_id,
+        algorithm=FeatureAlgorithm.EAGLE3,
+        schema_version=1,
+        target_model_version="0",
+        draft_weight_version="0",
+        num_tokens=0,
+    ):
+        return super().put(
+            sample_id,
+            tensors,
+            run_id,
+            algorithm,
+            schema_version,
+            target_model_version,
+            draft_weight_version,
+            num_tokens,
+        )
+
+
+class StatesTarget(FakeTarget):
+    """Returns last hidden states instead of logits."""
+
+    def generate_batch(self, input_ids, attention_mask, loss_mask):
+        features = super().generate_batch(input_ids, attention_mask, loss_mask).features()
+        del features["logits"]
+        batch = Eagle3TargetBatch(**features, last_hidden_states=torch.zeros(1, SEQ, HIDDEN))
+        batch.attributes = {NORM_ATTRIBUTE: "post", FRAME_ATTRIBUTE: "shifted"}
+        return batch
+
+
+def test_store_that_takes_no_attributes_is_named_where_a_sample_needs_them(store):
+    documented = DocumentedStore()
+    assert producer_for(documented).produce(*prompt(1)).num_tokens == SEQ
+    producer = producer_for(documented, StatesTarget())
+    with pytest.raises(MisuseError, match=r"DocumentedStore.*attributes.*last_hidden_states\.frame"):
+        producer.produce(*prompt(1))
+    assert documented.health().sample_count == 1
+    assert producer_for(store, StatesTarget()).produce(*prompt(1)).attributes[FRAME_ATTRIBUTE] == "shifted"
+
+
+def test_digest_of_the_vocabulary_is_left_out_where_a_store_takes_no_attributes():
+    producer = producer_for(DocumentedStore(), ProbabilityTarget())
+    producer.set_vocab_mapping(torch.arange(4), torch.arange(VOCAB) < 4)
+    assert not producer.produce(*prompt(1)).attributes
 
 
 def test_full_store_raises_and_keeps_nothing_when_not_asked_to_wait():
@@ -264,3 +375,36 @@ def test_input_embeddings_are_the_backends(store):
     assert producer.get_input_embeddings() is target.embedding
     producer.close()
     producer.close()
+
+
+class LargeTarget(FakeTarget):
+    """Features that are large enough to be sent from where they lie; one of them is the prompt's own memory."""
+
+    def generate_batch(self, input_ids, attention_mask, loss_mask):
+        self.made = torch.ones(1, input_ids.shape[1], 3)
+        return {
+            "aux_hidden_states": self.made,
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "loss_mask": loss_mask,
+            "logits": torch.ones(1, input_ids.shape[1], 4),
+        }
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_donated_features_are_the_backends_own_except_for_the_prompts(donate):
+    target, ids = LargeTarget(), torch.zeros(1, 1 << 17, dtype=torch.int64)
+    expected = ids.clone()
+    with target_store() as store:
+        producer = producer_for(store, target, donate=donate)
+        ref = producer.produce(input_ids=ids, attention_mask=torch.ones_like(ids), loss_mask=torch.ones_like(ids))
+        ids.fill_(7)
+        target.made[0, 0, 0] = 5.0
+        found, _ = store.get(ref)
+        assert torch.equal(found["input_ids"], expected)
+        assert float(found["aux_hidden_states"][0, 0, 0]) == (5.0 if donate else 1.0)
+
+
+def test_store_that_takes_no_donations_is_not_offered_any(store):
+    ref = producer_for(store, donate=True).produce(*prompt(3))
+    assert store.get(ref)[0]["logits"].shape == (1, SEQ, VOCAB)

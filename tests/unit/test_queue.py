@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import pickle
+import sys
 
 import pytest
 
@@ -300,6 +301,37 @@ def test_dead_letter_cannot_be_put_but_redriven_with_a_fresh_budget(store, clock
     queue.ack(queue.acquire())
     stats = queue.statistics()
     assert (stats.put, stats.acked, stats.dead, stats.redriven) == (2, 2, 0, 2)
+
+
+def test_letter_of_a_sample_that_is_gone_is_not_redriven_but_produced_anew(store):
+    queue = SampleRefQueue(store, max_redeliveries=0)
+    for name in ("gone", "spent"):
+        queue.put(make_ref(name))
+        queue.fail(queue.acquire(), reason="why", final=name == "gone")
+    letters = {letter.ref.sample_id: (letter.is_stored, letter.reason) for letter in queue.dead_letters()}
+    assert letters == {"gone": (False, "why"), "spent": (True, "why")}
+    assert queue.redrive(make_ref("gone")) == 0
+    assert queue.redrive() == 1
+    queue.put(make_ref("gone"))
+    assert queue.dead_letters() == []
+    queue.ack_many(queue.acquire_many(2))
+    stats = queue.statistics()
+    assert (stats.put, stats.acked, stats.dead, stats.redriven) == (3, 2, 1, 1)
+
+
+def test_redrive_of_one_letter_does_not_look_at_the_others(store):
+    queue = SampleRefQueue(store, max_redeliveries=0)
+    for number in range(500):
+        queue.put(make_ref(str(number)))
+        queue.fail(queue.acquire())
+    ref, calls = make_ref("250"), []
+    sys.setprofile(lambda frame, event, argument: calls.append(event) if event == "call" else None)
+    try:
+        count = queue.redrive(ref)
+    finally:
+        sys.setprofile(None)
+    assert (count, queue.acquire().ref.sample_id) == (1, "250")
+    assert len(calls) < 50
 
 
 def test_dead_letters_dropped_stay_in_the_books(store):

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from nccl_stream.errors import CapacityError, ProducerFailedError
+from nccl_stream.loader import FeatureDataLoader
 from nccl_stream.queue import SampleRefQueue, VisibilityTimeout
 from nccl_stream.stores.local import LocalFeatureStore
 from nccl_stream.testing.clock import FakeClock
@@ -138,6 +139,25 @@ def test_fault_3_an_expiry_wakes_a_waiting_acquire(store):
     assert (lease.ref.sample_id, lease.redelivery_count) == ("a", 1)
 
 
+def test_fault_3_an_expiry_wakes_a_consumer_that_waited_before_the_lease_was_taken(store):
+    queue = SampleRefQueue(store, VisibilityTimeout(0.1))
+    got = []
+
+    def consume():
+        got.append(queue.acquire(1000))  # takes the ref, or takes it over from the other one, who is dead by then
+
+    consumers = [threading.Thread(target=consume, daemon=True) for _ in range(2)]
+    for consumer in consumers:
+        consumer.start()
+    while queue._num_waiting_consumers < 2:
+        time.sleep(0.001)
+    queue.put(make_ref("a"))
+    for consumer in consumers:
+        consumer.join(20)
+        assert not consumer.is_alive()
+    assert sorted(lease.redelivery_count for lease in got) == [0, 1]
+
+
 def test_fault_3_a_wake_up_takes_a_small_part_of_the_poll(store):
     """Compared with the poll that a queue without wake-ups would wait out, not with a clock on the wall."""
     poll = 2.0
@@ -146,7 +166,8 @@ def test_fault_3_a_wake_up_takes_a_small_part_of_the_poll(store):
 
     def consume():
         for _ in range(50):
-            lease = queue.acquire(poll)
+            while (lease := queue.acquire(poll)) is None:
+                pass  # the producer stood still
             waits.append(time.monotonic() - sent[0])
             queue.ack(lease)
             done.set()
@@ -316,6 +337,20 @@ def test_fault_8_a_poisoned_ref_ends_among_the_dead_letters(store):
     (letter,) = queue.dead_letters()
     assert (letter.ref, letter.delivery_count) == (ref, 4)
     assert "SampleNotFoundError" in letter.reason
+
+
+def test_fault_8_a_loader_meets_a_poisoned_ref_once_without_any_budget(store):
+    refs = [store.put(name, make_sample(), "run") for name in ("poison", "good")]
+    store.discard(refs[0])
+    queue = SampleRefQueue(store)
+    for ref in refs:
+        queue.put(ref)
+    queue.close()
+    loader = FeatureDataLoader(queue, store)
+    with pytest.raises(KeyError):
+        next(loader)
+    assert [batch.sample_ids for batch in loader] == [("good",)]
+    assert [letter.ref for letter in queue.dead_letters()] == [refs[0]]
 
 
 def test_fault_13_a_sample_that_no_cap_can_hold_says_so_with_the_number_that_would():

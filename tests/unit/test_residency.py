@@ -1,4 +1,5 @@
 import threading
+import time
 
 import pytest
 
@@ -175,3 +176,35 @@ def test_capacity_is_zero_without_a_byte_cap():
     add(residency, "a", 10**12)
     assert residency.health().capacity_bytes == 0
     assert not residency.health().high_watermark_hit
+
+
+def test_residency_is_full_until_there_is_room_for_what_was_refused():
+    residency = make(max_samples=3)
+    assert not residency.is_full()
+    add(residency, "a", 90)
+    assert not residency.is_full()
+    with pytest.raises(CapacityError):
+        residency.reserve("b", 20)
+    assert residency.is_full()
+    add(residency, "small", 5)  # the one who was refused tries again, or does not
+    assert not residency.is_full()
+    assert not residency.wait_for_room(20, 0)
+    waiter = threading.Thread(target=residency.wait_for_room, args=(20, 20), daemon=True)
+    waiter.start()
+    deadline = time.monotonic() + 20
+    while not residency.is_full():
+        assert time.monotonic() < deadline
+    residency.discard("a")
+    waiter.join(20)
+    assert not residency.is_full()
+
+
+@pytest.mark.parametrize(
+    "caps", [{"max_samples": 1}, {"max_bytes": 10, "high_watermark_bytes": 10, "low_watermark_bytes": 0}]
+)
+def test_residency_at_a_cap_is_full_whatever_comes_next(caps):
+    residency = make(**caps)
+    with residency.reserve("a", 10) as reservation:
+        assert not residency.is_full()  # its ref is still to come
+        reservation.commit("payload")
+    assert residency.is_full()

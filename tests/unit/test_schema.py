@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from nccl_stream.capture import shift_left
 from nccl_stream.errors import MisuseError, SchemaError
 from nccl_stream.refs import FeatureAlgorithm, FeatureSpec
 from nccl_stream.schema import (
@@ -196,6 +197,9 @@ def test_padding_attends_supervises_nothing_and_makes_no_nan(packed):
     [
         (FeatureAlgorithm.EAGLE3, [[0, 0, 0], [0, 1, 0]], True),
         (FeatureAlgorithm.EAGLE3, [[0, 0, 0], [0, 0, 0]], False),
+        (FeatureAlgorithm.EAGLE3, [[1, 0, 0, 0]], False),
+        (FeatureAlgorithm.EAGLE3, [[0, 0, 0, 1]], True),
+        (FeatureAlgorithm.EAGLE3, [[1]], False),
         (FeatureAlgorithm.DFLASH, [[1, 0, 1], [0, 1, 0]], False),
         (FeatureAlgorithm.DFLASH, [[1, 0, 1], [0, 1, 1]], True),
         (FeatureAlgorithm.DSPARK, [[0, 1], [1, 0]], False),
@@ -205,6 +209,13 @@ def test_padding_attends_supervises_nothing_and_makes_no_nan(packed):
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float32])
 def test_is_worth_a_forward_needs_a_run_of_supervised_tokens(algorithm, mask, worth, dtype):
     assert schema_of(algorithm).is_worth_a_forward(torch.tensor(mask, dtype=dtype)) is worth
+
+
+@pytest.mark.parametrize("position", range(4))
+def test_eagle3_prompt_is_worth_a_forward_if_its_backend_leaves_something_to_learn(position):
+    mask = torch.zeros(1, 4, dtype=torch.long)
+    mask[0, position] = 1
+    assert schema_of(FeatureAlgorithm.EAGLE3).is_worth_a_forward(mask) is bool(shift_left(mask).any())
 
 
 def test_registry_refuses_a_second_schema_and_an_unknown_algorithm():

@@ -369,6 +369,13 @@ def test_queue_module_has_its_documented_logger():
     assert resolve("queue.logger") is logging.getLogger("nccl_stream.queue")
 
 
+@pytest.mark.parametrize("name", [name for name, module in PACKAGE.items() if module.startswith("stores.")])
+def test_documented_store_is_exported_by_the_package_of_stores(name):
+    stores = importlib.import_module("nccl_stream.stores")
+    assert name in stores.__all__
+    assert getattr(stores, name) is getattr(nccl_stream, name)
+
+
 @pytest.mark.parametrize("name", PACKAGE)
 def test_documented_name_is_exported_by_the_package_and_is_the_one_in_its_module(name):
     assert name in nccl_stream.__all__

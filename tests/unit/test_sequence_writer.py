@@ -1,5 +1,7 @@
 """Positions in, slots out: a streamed sample must be the one that a backend makes of the whole."""
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -85,28 +87,116 @@ def test_no_piece_waits_for_more_than_one_position():
         assert sequence.close() == 3
 
 
-def test_what_could_not_be_appended_is_tried_again():
-    whole = make_whole(FeatureAlgorithm.DFLASH, 12)
+def positions(whole, start, stop):
+    return {name: tensor[:, start:stop].clone() for name, tensor in whole.items()}
+
+
+@pytest.mark.parametrize("algorithm", FeatureAlgorithm)
+@pytest.mark.parametrize("portion", [1, 3, 10])
+def test_call_that_timed_out_can_be_made_again(algorithm, portion):
+    """The loop that everybody writes: no position comes twice, and none is missing."""
+    whole = make_whole(algorithm, 20)
+    got = []
     with LocalFeatureStore() as store:
-        writer = open_writer(store, FeatureAlgorithm.DFLASH, whole, piece_length=4, window=1)
+        writer = open_writer(store, algorithm, whole, piece_length=3, window=1)
+        reader = store.open_reader(writer.ref)
+
+        def read_one():
+            piece = reader.next(timeout=0.0)
+            got.append({name: tensor.clone() for name, tensor in piece.tensors.items()})
+            piece.release()
+
+        def insist(call):
+            timeouts = 0
+            while True:
+                try:
+                    call()
+                    return timeouts
+                except PeerTimeoutError:
+                    timeouts += 1
+                    read_one()
+
         sequence = SequenceWriter(writer)
-        with pytest.raises(PeerTimeoutError):
-            sequence.extend(whole, timeout=0.0)
+        timeouts = 0
+        for start in range(0, 20, portion):
+            source = positions(whole, start, start + portion)
+            timeouts += insist(lambda source=source: sequence.extend(source, timeout=0.0))
+            for tensor in source.values():
+                tensor.zero_()  # the caller's again
+        timeouts += insist(lambda: sequence.flush(timeout=0.0))
+        timeouts += insist(lambda: sequence.close(timeout=0.0))
+        assert timeouts >= 5
+        read_one()
+        assert reader.next(timeout=0.0) is None
+    shifted = schema_of(algorithm).shifted
+    for name, tensor in whole.items():
+        joined = torch.cat([piece[name] for piece in got], 1)
+        assert torch.equal(joined, shift_left(tensor) if name in shifted else tensor), name
+
+
+def test_nothing_can_follow_the_end_even_if_it_could_not_be_appended():
+    whole = make_whole(FeatureAlgorithm.EAGLE3, 12)
+    with LocalFeatureStore() as store:
+        writer = open_writer(store, FeatureAlgorithm.EAGLE3, whole, piece_length=4, window=1)
+        sequence = SequenceWriter(writer)
+        sequence.extend(whole, timeout=0.0)
         with pytest.raises(PeerTimeoutError):
             sequence.close(timeout=0.0)
         with pytest.raises(MisuseError, match="has its end"):
             sequence.extend(whole, timeout=0.0)  # the end may be filled with zeros by now
-        reader = store.open_reader(writer.ref)
-        for start in (0, 4, 8):
-            piece = reader.next(timeout=0.0)
-            assert torch.equal(piece.tensors["hidden_states"], whole["hidden_states"][:, start : start + 4])
-            piece.release()
-            if start == 0:
-                with pytest.raises(PeerTimeoutError):
-                    sequence.close(timeout=0.0)
-            elif start == 4:
-                assert sequence.close(timeout=0.0) == 3
-        assert reader.next(timeout=0.0) is None
+
+
+class NoMemoryError(Exception):
+    """What the test raises."""
+
+
+def write_with_failing_copy(monkeypatch, whole, step):
+    """Make the call during which copy number ``step`` failed again; return whether there was such a copy."""
+    portions = [positions(whole, start, stop) for start, stop in ((0, 3), (3, 6), (6, 9), (9, 14))]
+    calls = 0
+
+    def failing(real):
+        def copy(*args, **kwargs):
+            nonlocal calls
+            calls += 1
+            if calls == step:
+                raise NoMemoryError
+            return real(*args, **kwargs)
+
+        return copy
+
+    with LocalFeatureStore() as store:
+        writer = open_writer(store, FeatureAlgorithm.EAGLE3, whole, piece_length=4, window=9)
+        sequence = SequenceWriter(writer)
+        monkeypatch.setattr(torch, "cat", failing(torch.cat))
+        monkeypatch.setattr(torch.Tensor, "clone", failing(torch.Tensor.clone))
+        try:
+            for call in (*(partial(sequence.extend, portion) for portion in portions), sequence.close):
+                try:
+                    call()
+                except NoMemoryError:
+                    call()
+        except MisuseError as error:
+            sequence.fail(error)
+        monkeypatch.undo()
+        if sequence._spoilt:
+            with pytest.raises(StreamBrokenError, match="has lost positions"):
+                store.get(writer.ref)
+        else:
+            tensors, _ = store.get(writer.ref)
+            for name, tensor in whole.items():
+                shifted = name in schema_of(FeatureAlgorithm.EAGLE3).shifted
+                assert torch.equal(tensors[name], shift_left(tensor) if shifted else tensor), name
+    return calls >= step
+
+
+def test_memory_that_cannot_be_had_never_makes_a_wrong_sample(monkeypatch):
+    """Whichever copy fails: the call made again brings each position once, or says that it cannot."""
+    whole = make_whole(FeatureAlgorithm.EAGLE3, 14)
+    steps = 1
+    while write_with_failing_copy(monkeypatch, whole, steps):
+        steps += 1
+    assert steps > 10
 
 
 def test_features_without_a_sequence_come_once():

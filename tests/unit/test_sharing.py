@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from nccl_stream import sharing
+from nccl_stream.config import StreamConfig
 from nccl_stream.errors import (
     CapacityError,
     ChecksumError,
@@ -33,8 +34,9 @@ def store():
     return dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
 
 
-def rank(store, number=0, prefix="run"):
-    return SharedTensors(store, prefix, owner=f"inc{number}", label=f"target rank {number}", timeout=60.0)
+def rank(store, number=0, prefix="run", max_bytes=1 << 30):
+    label = f"target rank {number}"
+    return SharedTensors(store, prefix, owner=f"inc{number}", label=label, timeout=60.0, max_bytes=max_bytes)
 
 
 def nobody() -> str:
@@ -134,9 +136,8 @@ def test_earlier_life_of_the_run_is_not_met(store):
         rank(store, prefix="epoch2").fetch("head", 0.0, nobody)
 
 
-def test_more_than_the_limit_is_refused_before_anything_is_written(store, monkeypatch):
-    monkeypatch.setattr(sharing, "MAX_SHARED_BYTES", 100)
-    target = rank(store)
+def test_more_than_the_limit_is_refused_before_anything_is_written(store):
+    target = rank(store, max_bytes=100)
     with pytest.raises(CapacityError, match="limit is 100") as caught:
         target.publish("head", {"a": torch.zeros(26)})
     assert not caught.value.can_wait
@@ -148,8 +149,17 @@ def test_more_than_the_limit_is_refused_before_anything_is_written(store, monkey
     target.publish("norm", {"a": torch.zeros(5)})
 
 
-def test_limit_is_a_gibibyte():
-    assert sharing.MAX_SHARED_BYTES == 1 << 30
+def test_reader_refuses_more_than_its_limit_by_the_manifest_alone(store):
+    rank(store).publish("head", {"a": torch.zeros(26), "b": torch.zeros(0)})
+    store.delete_key("run/shared/head/inc0/0")  # it must not come to the pieces
+    with pytest.raises(WireFormatError, match=r"104 bytes.*103 \(StreamConfig\.max_shared_bytes"):
+        rank(store, 9, max_bytes=103).fetch("head", 30.0, nobody)
+
+
+def test_default_limit_carries_the_head_of_an_8b_target():
+    qwen3_8b = 151_936 * 4096 * 2  # bf16
+    assert StreamConfig().max_shared_bytes > 2 * qwen3_8b  # and its embedding
+    assert "max_shared_bytes" in StreamConfig().shared()  # a draft reads what a target may write
     assert sharing.PIECE_BYTES <= 4 << 20
 
 
@@ -210,7 +220,7 @@ def test_hostile_manifest_is_a_named_error(store, text):
 
 def test_store_that_is_gone_is_a_named_error(store):
     client = dist.TCPStore("127.0.0.1", store.port, None, False, timedelta(seconds=60))
-    target = SharedTensors(client, "run", owner="i", label="l", timeout=1.0)
+    target = SharedTensors(client, "run", owner="i", label="l", timeout=1.0, max_bytes=100)
 
     class Broken:
         def set_timeout(self, _timeout):

@@ -12,7 +12,7 @@ import torch
 
 from nccl_stream import stream_buffer
 from nccl_stream.chunk_policy import ChunkPolicy, FixedChunkPolicy, LeftContextChunkPolicy, SlidingWindowChunkPolicy
-from nccl_stream.errors import ClosedError
+from nccl_stream.errors import ClosedError, MisuseError
 from nccl_stream.stream_buffer import StreamBuffer, StreamChunk, StreamChunkInfo, StreamingEdge, collate
 
 
@@ -273,6 +273,44 @@ def test_producer_done_at_construction_is_an_empty_stream() -> None:
     (only,) = drain(buffer)
     assert only.is_final
     assert only.num_items == 0
+
+
+def test_done_can_be_set_as_documented() -> None:
+    buffer = make(FixedChunkPolicy(2))
+    feed(buffer, 0, 3)
+    buffer.producer_done = False
+    assert contents(drain(buffer)) == [[0, 1]]
+    buffer.producer_done = True
+    assert contents(drain(buffer)) == [[2]]
+    with pytest.raises(MisuseError, match="one end"):
+        buffer.producer_done = False
+
+
+class ListedChunkPolicy(ChunkPolicy):
+    """Knows how long each chunk is, and of none after the last."""
+
+    def __init__(self, *sizes: int) -> None:
+        self.sizes = sizes
+
+    def next_span(self, delivered: int, chunk_index: int) -> tuple[int, int]:
+        return delivered, delivered + self.sizes[chunk_index]
+
+
+def test_policy_is_not_asked_for_what_follows_the_last_chunk() -> None:
+    buffer = make(ListedChunkPolicy(2, 3))
+    feed(buffer, 0, 5)
+    buffer.signal_done(5)
+    chunks = drain(buffer)
+    assert contents(chunks) == [[0, 1], [2, 3, 4]]
+    assert chunks[-1].is_final
+
+
+def test_policy_is_not_asked_for_what_follows_the_last_chunk_of_a_walk() -> None:
+    buffer = make(ListedChunkPolicy(2, 3), walk_tagged=True)
+    feed(buffer, 0, 5, "a")
+    feed(buffer, 5, 10, "b")
+    buffer.signal_done(10)
+    assert contents(drain(buffer)) == [[0, 1], [2, 3, 4], [5, 6], [7, 8, 9]]
 
 
 def test_same_done_twice_is_one_done() -> None:

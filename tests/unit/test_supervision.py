@@ -310,3 +310,55 @@ def test_vocabulary_that_differs_on_the_two_sides_is_refused_and_the_sample_stay
         next(FeatureDataLoader(queue, store, vocabulary=reordered))
     assert (queue.pending_count(), store.health().sample_count) == (1, 1)
     assert next(FeatureDataLoader(queue, store, vocabulary=vocabulary())).target_probs is not None
+
+
+def probabilities(width: int) -> dict[str, Tensor]:
+    """Core features and ``target_probs`` over ``width`` draft tokens."""
+    ids = torch.arange(1, 7).unsqueeze(0)
+    return {
+        "aux_hidden_states": torch.randn(1, 6, 3 * HIDDEN),
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "loss_mask": torch.ones_like(ids),
+        "target_probs": torch.rand(1, 6, width),
+        "position_mask": torch.ones(1, 6, 1, dtype=torch.bool),
+    }
+
+
+@pytest.mark.parametrize(
+    ("width", "attributes", "match"),
+    [
+        (len(vocabulary()), {}, "does not say"),
+        (4, {}, r"\[1, 6, 4\]"),
+        (4, {VOCABULARY_ATTRIBUTE: vocabulary().digest}, r"\[1, 6, 4\]"),
+        (len(vocabulary()), {VOCABULARY_ATTRIBUTE: "0" * 64}, "same map"),
+    ],
+    ids=["no digest", "no digest, other width", "other width", "other digest"],
+)
+def test_probabilities_that_may_be_over_another_vocabulary_are_refused_and_stay(width, attributes, match):
+    store = LocalFeatureStore()
+    queue = SampleRefQueue(store)
+    queue.put(store.put("s", probabilities(width), "run", attributes=attributes))
+    with pytest.raises(ConfigError, match=match):
+        next(FeatureDataLoader(queue, store, vocabulary=vocabulary()))
+    assert (queue.pending_count(), store.health().sample_count) == (1, 1)
+
+
+def test_loader_with_a_vocabulary_takes_samples_that_need_none():
+    store = LocalFeatureStore()
+    queue = SampleRefQueue(store)
+    queue.put(FeatureProducer(HFEagle3TargetModel(make("llama")), store, "run").produce(*prompt()))
+    assert next(FeatureDataLoader(queue, store, vocabulary=vocabulary())).logits is not None
+
+
+def test_loader_without_a_vocabulary_warns_once_that_nothing_is_compared(caplog):
+    store = LocalFeatureStore()
+    queue = SampleRefQueue(store)
+    for number in range(3):
+        attributes = {VOCABULARY_ATTRIBUTE: vocabulary().digest}
+        queue.put(store.put(f"s{number}", probabilities(len(vocabulary())), "run", attributes=attributes))
+    queue.close()
+    assert len(list(FeatureDataLoader(queue, store))) == 3
+    warnings = [record.getMessage() for record in caplog.records if "vocabulary=" in record.getMessage()]
+    assert len(warnings) == 1
+    assert "s0" in warnings[0]

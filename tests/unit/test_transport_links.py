@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import re
 import threading
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from nccl_stream._version import __version__
 from nccl_stream.errors import ConfigError, LinkError, LinkTimeoutError, VersionMismatchError
 from nccl_stream.testing.link_suite import WAIT_S, LinkConformance
 from nccl_stream.testing.nccl_double import connected_links
@@ -71,23 +75,50 @@ def test_open_link_peer_never_comes_times_out_with_its_name(server):
         open_link(server, "link/1", 0, "cpu", 0.3, peer="draft 3")
 
 
-def test_open_link_other_versions_are_refused(server):
-    server.set("link/2/versions/1", b'{"device": "cpu", "torch": "1.0"}')
-    with pytest.raises(VersionMismatchError, match=r"1\.0"):
-        open_link(server, "link/2", 0, "cpu", 5.0, peer="draft 0")
+def versions_of(server, prefix, device):
+    """What a rank on this kind of device tells its peer."""
+    with pytest.raises(LinkTimeoutError):
+        open_link(server, prefix, 0, device, 0.1, peer="draft 0")
+    return json.loads(server.get(f"{prefix}/versions/0"))
+
+
+@pytest.fixture
+def nccl(monkeypatch):
+    """A machine that could do NCCL, as far as opening a link goes before it calls NCCL."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 29, 7))
+
+
+@pytest.mark.parametrize(
+    ("device", "program"),
+    [("cpu", "torch"), ("cpu", "nccl_stream"), ("cpu", "device"), ("cuda:0", "nccl"), ("cuda:0", "nccl_stream")],
+)
+def test_open_link_other_versions_are_refused(server, nccl, device, program):
+    mine = versions_of(server, "link/2", device)
+    server.set("link/3/versions/1", json.dumps({**mine, program: "1.0"}, sort_keys=True))
+    with pytest.raises(VersionMismatchError, match="draft 0") as caught:
+        open_link(server, "link/3", 0, device, 5.0, peer="draft 0")
+    assert f'"{program}": "1.0"' in str(caught.value)
+    assert f'"{program}": "{mine[program]}"' in str(caught.value)
+
+
+def test_version_is_that_of_the_installed_package():
+    project = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    assert re.search(r'^version = "(.+)"$', project, re.MULTILINE)[1] == __version__
 
 
 def test_open_link_hostile_version_value_is_refused(server):
-    server.set("link/3/versions/1", b"\x80\x04cos\nsystem\n" * 10_000)
+    server.set("link/4/versions/1", b"\x80\x04cos\nsystem\n" * 10_000)
     with pytest.raises(VersionMismatchError) as caught:
-        open_link(server, "link/3", 0, "cpu", 5.0, peer="draft 0")
+        open_link(server, "link/4", 0, "cpu", 5.0, peer="draft 0")
     assert len(str(caught.value)) < 1000
 
 
 @pytest.mark.parametrize("device", ["meta", "cuda"])
 def test_open_link_device_without_backend_is_never_swapped(server, device):
     with pytest.raises(ConfigError):
-        open_link(server, "link/4", 0, device, 5.0, peer="draft 0")
+        open_link(server, "link/9", 0, device, 5.0, peer="draft 0")
 
 
 def test_open_link_bad_side_is_refused(server):
