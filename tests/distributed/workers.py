@@ -105,7 +105,8 @@ def join(spec, role, journal):
     """Connect.
 
     ``flip_every``, ``flip``: corrupt what comes, see above; ``no_links``: this rank never opens its side of a link;
-    ``forks``: then run so many loader processes; ``one_launch``: as a rank of a launch of targets and drafts.
+    ``forks``: then run so many loader processes; ``one_launch``: as a rank of a launch of targets and drafts;
+    ``own_store``: at a store that the first rank of the launch keeps.
     """
     if spec.get("no_links"):
         nccl_stream.ranks.links.Links.opening = lambda self, inc, gen: None
@@ -118,8 +119,9 @@ def join(spec, role, journal):
         place = {}
         os.environ["RANK"] = str(spec["rank"] + (spec["targets"] if role == "draft" else 0))
         os.environ["WORLD_SIZE"] = str(spec["targets"] + spec["drafts"])
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(spec["port"]))
     stream = nccl_stream.connect(
-        f"tcp://127.0.0.1:{spec['port']}",
+        None if spec.get("own_store") else f"tcp://127.0.0.1:{spec['port']}",
         run_id=spec["run_id"],
         num_targets=spec["targets"],
         num_drafts=spec["drafts"],

@@ -3,8 +3,10 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -77,6 +79,31 @@ def is_running(pid):
             return file.read().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+@pytest.mark.parametrize("killed", [False, True], ids=["leaves-late", "killed"])
+def test_rank_that_keeps_the_store_goes_last(tmp_path, killed):
+    """One launch without torchrun's agent: the target hosts the store, and is done long before a draft is."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    launch = {"one_launch": True, "own_store": True}
+    with Run(
+        tmp_path, targets=1, drafts=1, deaths=True, config={"end": "ragged"}, samples=8, port=port, **launch
+    ) as run:
+        owner, taker = run.target(0), run.draft(0, linger="evaluated")
+        run.wait_for("the end of the stream", lambda: taker.said("drained") and owner.said("all put"))
+        time.sleep(run.death + 1.0)  # longer than a silent rank is waited for
+        assert owner.alive, "the store is gone"
+        if killed:
+            taker.kill()
+        else:
+            run.open_gate("evaluated")
+            run.wait_ended(taker)
+            assert taker.error is None
+            assert taker.books["acked"] == 8
+        run.wait_ended(owner)
+        assert owner.error is None
 
 
 def test_forking_data_loader_works_after_connect(tmp_path):
