@@ -4,6 +4,7 @@ import json
 import random
 from collections import Counter, deque
 from dataclasses import replace
+from types import SimpleNamespace
 
 import torch
 
@@ -43,6 +44,9 @@ class Documents:
             raise WireFormatError(f"{key} holds garbage")
         return load_json(self.values[key]) if key in self.values else None
 
+    def exists(self, keys):
+        return all(key in self.values for key in keys)
+
     def set(self, key, value):
         self.values[key] = dump_json(value)
 
@@ -72,6 +76,7 @@ class Rank:
         self.woken = True
         self.state = "up"  # up, leaving, left, dead
         self.kind = ("left", "")
+        self.shape = SimpleNamespace(one_launch=True)
 
     # -- what a side asks of its node --------------------------------------------------------------------------------
 
@@ -81,6 +86,9 @@ class Rank:
 
     def wake(self):
         self.woken = True
+
+    def member(self, inc):
+        return self.view.get(inc)
 
     def members(self):
         return list(self.view.values())
@@ -550,10 +558,16 @@ class World:
             document = self.documents.get(f"obituary/{rank.inc}")
             if document is None:
                 continue
-            parts = [document[name] for name in ("acked", "dropped", "dead", "held", "lost")]
-            assert document["put"] == sum(parts), document
-            acked = {sid for draft in drafts for owner, sid in draft.acked if owner == rank.inc}
-            assert not acked & set(document["lost_ids"]), "reported as lost, though a survivor has acked it"
+            if rank.role == "draft":  # it held samples of dead targets, whose books count them as held
+                assert document["lost"] == len(document["lost_ids"]) > 0
+                assert not any(document[name] for name in ("put", "acked", "dropped", "dead", "held"))
+                owners = {target for target in self.ranks if self.ranks[target].state == "dead"}
+            else:
+                parts = [document[name] for name in ("acked", "dropped", "dead", "held", "lost")]
+                assert document["put"] == sum(parts), document
+                owners = {rank.inc}
+            acked = [{sid for draft in drafts for by, sid in draft.acked if by == owner} for owner in owners]
+            assert not set.intersection(*acked) & set(document["lost_ids"]), "reported as lost, though it was acked"
 
 
 class _Always:
