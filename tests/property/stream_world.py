@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from nccl_stream.config import StreamConfig
+from nccl_stream.config import LONGEST_S, StreamConfig
 from nccl_stream.coordination.kv import dump_json, load_json
 from nccl_stream.coordination.mailbox import Mailbox
 from nccl_stream.coordination.membership import Gone, Member
@@ -55,6 +55,9 @@ class Documents:
             return False
         self.set(key, desired)
         return True
+
+    def exists(self, keys):
+        return all(key in self.values for key in keys)
 
     def delete(self, key):
         self.values.pop(key, None)
@@ -366,7 +369,7 @@ class World:
             assignment="static" if static else "demand",
             end=end,
             batch_size=batch,
-            lease=1e9,
+            lease=LONGEST_S,
             announce_window=self.rng.randint(1, 4),
             chunk_bytes=CHUNK,
             max_failures=budget,
