@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import torch
 
-from nccl_stream.config import StreamConfig
+from nccl_stream.config import LONGEST_S, StreamConfig
 from nccl_stream.coordination.kv import dump_json, load_json
 from nccl_stream.coordination.mailbox import Mailbox
 from nccl_stream.coordination.membership import Gone, Member
@@ -44,9 +44,6 @@ class Documents:
             raise WireFormatError(f"{key} holds garbage")
         return load_json(self.values[key]) if key in self.values else None
 
-    def exists(self, keys):
-        return all(key in self.values for key in keys)
-
     def set(self, key, value):
         self.values[key] = dump_json(value)
 
@@ -59,6 +56,9 @@ class Documents:
             return False
         self.set(key, desired)
         return True
+
+    def exists(self, keys):
+        return all(key in self.values for key in keys)
 
     def delete(self, key):
         self.values.pop(key, None)
@@ -374,7 +374,7 @@ class World:
             assignment="static" if static else "demand",
             end=end,
             batch_size=batch,
-            lease=1e6,
+            lease=LONGEST_S,
             announce_window=self.rng.randint(1, 4),
             chunk_bytes=CHUNK,
             max_failures=budget,

@@ -9,8 +9,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "launch"))
 
-from _target import Target  # noqa: E402
-from _text import ByteTokenizer  # noqa: E402
+from _target import Target
+from _text import ByteTokenizer
 
 transformers = pytest.importorskip("transformers")
 
