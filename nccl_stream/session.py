@@ -561,10 +561,12 @@ class Stream:
     def close(self) -> None:
         """Leave in good order: a target first waits until every sample has its outcome. Idempotent.
 
-        Then blocks until every peer has confirmed what it was told, up to ``death_timeout``.
+        Then blocks until every peer has confirmed what it was told, up to ``death_timeout``. Where the store lives in
+        this process (rank 0 of one launch without torchrun's agent), it then waits until all others have left too.
 
         Raises:
-            NcclStreamError: what ended the stream meanwhile (store lost, fenced, ...).
+            NcclStreamError: what ended the stream meanwhile (store lost, fenced, ...), unless every peer that lives had
+                confirmed everything by then: an ack that nobody confirmed may not count.
         """
         if self._closed:
             return
@@ -578,7 +580,8 @@ class Stream:
         except BaseException as exc:
             self._leave("failed", exc)
             raise
-        self._leave("left", None)
+        if not self._leave("left", None):
+            self._side.raise_if_fatal()
 
     def __enter__(self) -> Stream:
         return self
@@ -596,16 +599,25 @@ class Stream:
                 self._side.return_leases()
             self._leave("failed", exc)
 
-    def _leave(self, kind: str, exc: BaseException | None) -> None:
-        self._side.log_leftovers()
-        # A peer that does not confirm is slow, and its samples would come twice if we went; or dead, and soon buried.
-        patience = self.config.death_timeout if exc is None else CLOSE_S
-        self._node.leave(kind, "" if exc is None else f"{type(exc).__name__}: {exc}", timeout=patience)
-        if exc is None and self._place.hosts_store:
-            # Without torchrun's agent the first rank keeps the store: it goes last.
-            self._node.wait_alone(self.config.death_timeout)
-        self._keep_statistics()
-        self._shut_down()
+    def _leave(self, kind: str, exc: BaseException | None) -> bool:
+        """Go; returns whether every peer has confirmed what it was told."""
+        keeps_store = exc is None and self._place.hosts_store
+        try:
+            self._side.log_leftovers()
+            if not keeps_store:
+                self._keep_statistics()  # not later: who keeps the store goes when we are gone
+            # A peer that does not confirm is slow, and its samples would come twice if we went; or dead, and soon
+            # buried.
+            patience = self.config.death_timeout if exc is None else CLOSE_S
+            reason = "" if exc is None else f"{type(exc).__name__}: {exc}"
+            confirmed = self._node.leave(kind, reason, timeout=patience)
+            if keeps_store:
+                # Without torchrun's agent the first rank keeps the store, and the others may go on for long.
+                self._node.wait_alone()
+                self._keep_statistics()
+        finally:
+            self._shut_down()
+        return confirmed
 
     def _shut_down(self) -> None:
         if self._closed:

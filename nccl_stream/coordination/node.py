@@ -37,6 +37,8 @@ __all__ = ["Node", "NodeHandler"]
 logger = logging.getLogger(__name__)
 
 NUM_WATCHED = 3
+LOG_EVERY_S = 10.0
+WAIT_ALONE_S = 0.25  # between two looks at who is left
 
 
 class NodeHandler(Protocol):
@@ -202,34 +204,59 @@ class Node:
         if self._fatal is not None:
             raise self._fatal
 
-    def leave(self, kind: str, reason: str, timeout: float = 2.0) -> None:
+    def leave(self, kind: str, reason: str, timeout: float = 2.0) -> bool:
         """Say goodbye: flush the mail, set our own tombstone, tell everybody.
 
         Blocks up to ``timeout`` seconds for the peers' confirmation of the mail and as long again for the rest.
+
+        Returns:
+            Whether every living peer has confirmed all mail before the goodbye.
         """
         deadline = self._clock() + timeout
         with self._cond:
             if self._state != "up" or self._fatal is not None:
                 self._state = "closed"
-                return
+                return not self._mail.unacknowledged()
             self._notify()
             while self._mail.unacknowledged() and self._fatal is None and self._clock() < deadline:
                 self._cond.wait(0.05)
+            unconfirmed = self._mail.unacknowledged()
+            if unconfirmed and kind == "left":
+                logger.warning("%s: leaves, and its peers have not confirmed %d messages", self.inc, unconfirmed)
             self._state = "leaving"
             self._leave_as = (kind, reason)
             self._notify()
             while self._state == "leaving" and self._fatal is None and self._clock() < deadline + timeout:
                 self._cond.wait(0.05)
+        return not unconfirmed
 
-    def wait_alone(self, timeout: float) -> None:
-        """After :meth:`leave`: block until all others are gone too; for the process that hosts the store."""
+    def wait_alone(self) -> None:
+        """After :meth:`leave`: block until all others are gone too, however long; for the process that hosts the store.
+
+        Whoever falls silent meanwhile is buried here: the last one has nobody else to do it.
+        """
         if self._fatal is not None or self._state != "left":
             return
-        membership = self._membership
-        membership.use(self._root.clone(self.shape.root))
-        deadline = self._clock() + timeout
-        while self._clock() < deadline and any(m.gone is None for m in membership.read_roster().values()):
-            self._stop.wait(0.05)
+        membership, root = self._membership, self._root.clone(self.shape.root)
+        membership.use(root)
+        looked_at, next_log = self._clock(), self._clock()
+        while not self._stop.is_set():
+            others = [member for member in membership.read_roster().values() if member.gone is None]
+            if not others:
+                return
+            statuses = root.get_many(membership.watch_keys([member.inc for member in others]))[-len(others) :]
+            now = self._clock()
+            membership.excuse(max(0.0, now - looked_at - self.timing.heartbeat_s))
+            looked_at = now
+            for member, status in zip(others, statuses, strict=True):
+                silent_s = membership.observe(member.inc, status, now)
+                if silent_s > self.timing.death_s:
+                    membership.bury(member.inc, "died", f"no heartbeat for {silent_s:.1f} s, seen by {self.inc}")
+            if now >= next_log:
+                next_log = now + LOG_EVERY_S
+                names = ", ".join(member.label for member in others[:8])
+                logger.info("%s: keeps the store up for %s", self.inc, names)
+            self._stop.wait(min(self.timing.heartbeat_s, WAIT_ALONE_S))
 
     def close(self, timeout: float = 5.0) -> list[str]:
         """Stop the threads; returns the names of those that could not be joined (a frozen store). Idempotent."""

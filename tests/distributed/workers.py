@@ -105,7 +105,8 @@ def join(spec, role, journal):
     """Connect.
 
     ``flip_every``, ``flip``: corrupt what comes, see above; ``no_links``: this rank never opens its side of a link;
-    ``forks``: then run so many loader processes; ``one_launch``: as a rank of a launch of targets and drafts.
+    ``forks``: then run so many loader processes; ``one_launch``: as a rank of a launch of targets and drafts;
+    ``own_store``: at a store that the first rank of the launch keeps.
     """
     if spec.get("no_links"):
         nccl_stream.ranks.links.Links.opening = lambda self, inc, gen: None
@@ -118,8 +119,9 @@ def join(spec, role, journal):
         place = {}
         os.environ["RANK"] = str(spec["rank"] + (spec["targets"] if role == "draft" else 0))
         os.environ["WORLD_SIZE"] = str(spec["targets"] + spec["drafts"])
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(spec["port"]))
     stream = nccl_stream.connect(
-        f"tcp://127.0.0.1:{spec['port']}",
+        None if spec.get("own_store") else f"tcp://127.0.0.1:{spec['port']}",
         run_id=spec["run_id"],
         num_targets=spec["targets"],
         num_drafts=spec["drafts"],
@@ -221,7 +223,7 @@ def draft(spec, journal):
     ``max_steps``: leave after so many samples; ``hold``: keep so many tensors alive and look at them again before
     dropping them; ``raise_at``: fail with that sample in hand; ``stall_at``: (count, gate) wait with a lease in hand;
     ``linger``: gate to wait for before leaving; ``handle_signals``: stop on SIGTERM, for which there is a handler;
-    ``on_lost_gate``: gate for which the callback waits.
+    ``asks_late``: ask what was lost only after the end; ``on_lost_gate``: gate for which the callback waits.
     """
     with join(spec, "draft", journal) as stream:
         if "handle_signals" in spec:
@@ -233,9 +235,12 @@ def draft(spec, journal):
             if "on_lost_gate" in spec:
                 wait_gate(spec, spec["on_lost_gate"])
 
-        stream.on_lost(lost)
+        if not spec.get("asks_late"):
+            stream.on_lost(lost)
         consume(spec, journal, stream)
         journal.say("drained")
+        if spec.get("asks_late"):
+            stream.on_lost(lost)
         if "linger" in spec:
             wait_gate(spec, spec["linger"])
         if spec.get("books", True) and "max_steps" not in spec:

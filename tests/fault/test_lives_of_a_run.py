@@ -3,8 +3,10 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -79,6 +81,31 @@ def is_running(pid):
         return False
 
 
+@pytest.mark.parametrize("killed", [False, True], ids=["leaves-late", "killed"])
+def test_rank_that_keeps_the_store_goes_last(tmp_path, killed):
+    """One launch without torchrun's agent: the target hosts the store, and is done long before a draft is."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    launch = {"one_launch": True, "own_store": True}
+    with Run(
+        tmp_path, targets=1, drafts=1, deaths=True, config={"end": "ragged"}, samples=8, port=port, **launch
+    ) as run:
+        owner, taker = run.target(0), run.draft(0, linger="evaluated")
+        run.wait_for("the end of the stream", lambda: taker.said("drained") and owner.said("all put"))
+        time.sleep(run.death + 1.0)  # longer than a silent rank is waited for
+        assert owner.alive, "the store is gone"
+        if killed:
+            taker.kill()
+        else:
+            run.open_gate("evaluated")
+            run.wait_ended(taker)
+            assert taker.error is None
+            assert taker.books["acked"] == 8
+        run.wait_ended(owner)
+        assert owner.error is None
+
+
 def test_forking_data_loader_works_after_connect(tmp_path):
     with Run(tmp_path, targets=1, drafts=2, config={"end": "drop"}, samples=40) as run:
         owners, takers = run.start_all(target={"forks": 2, "pace": 0.01}, draft={"forks": 2, "pace": 0.01})
@@ -100,4 +127,5 @@ def test_held_tensors_keep_their_values(tmp_path, end):
         books = takers[0].books
         assert books["balanced"]
         assert books["acked"] + books["dropped"] == books["put"] == 200
-        assert books["dropped"] <= 2
+        # A draft that had no memory while another one stood still left samples to that one, and has fewer in the end.
+        assert books["dropped"] <= 2 or books["redelivered"]

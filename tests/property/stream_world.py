@@ -4,10 +4,11 @@ import json
 import random
 from collections import Counter, deque
 from dataclasses import replace
+from types import SimpleNamespace
 
 import torch
 
-from nccl_stream.config import StreamConfig
+from nccl_stream.config import LONGEST_S, StreamConfig
 from nccl_stream.coordination.kv import dump_json, load_json
 from nccl_stream.coordination.mailbox import Mailbox
 from nccl_stream.coordination.membership import Gone, Member
@@ -56,6 +57,9 @@ class Documents:
         self.set(key, desired)
         return True
 
+    def exists(self, keys):
+        return all(key in self.values for key in keys)
+
     def delete(self, key):
         self.values.pop(key, None)
 
@@ -72,6 +76,7 @@ class Rank:
         self.woken = True
         self.state = "up"  # up, leaving, left, dead
         self.kind = ("left", "")
+        self.shape = SimpleNamespace(one_launch=True)
 
     # -- what a side asks of its node --------------------------------------------------------------------------------
 
@@ -81,6 +86,9 @@ class Rank:
 
     def wake(self):
         self.woken = True
+
+    def member(self, inc):
+        return self.view.get(inc)
 
     def members(self):
         return list(self.view.values())
@@ -366,7 +374,7 @@ class World:
             assignment="static" if static else "demand",
             end=end,
             batch_size=batch,
-            lease=1e9,
+            lease=LONGEST_S,
             announce_window=self.rng.randint(1, 4),
             chunk_bytes=CHUNK,
             max_failures=budget,
@@ -550,10 +558,16 @@ class World:
             document = self.documents.get(f"obituary/{rank.inc}")
             if document is None:
                 continue
-            parts = [document[name] for name in ("acked", "dropped", "dead", "held", "lost")]
-            assert document["put"] == sum(parts), document
-            acked = {sid for draft in drafts for owner, sid in draft.acked if owner == rank.inc}
-            assert not acked & set(document["lost_ids"]), "reported as lost, though a survivor has acked it"
+            if rank.role == "draft":  # it held samples of dead targets, whose books count them as held
+                assert document["lost"] == len(document["lost_ids"]) > 0
+                assert not any(document[name] for name in ("put", "acked", "dropped", "dead", "held"))
+                owners = {target for target in self.ranks if self.ranks[target].state == "dead"}
+            else:
+                parts = [document[name] for name in ("acked", "dropped", "dead", "held", "lost")]
+                assert document["put"] == sum(parts), document
+                owners = {rank.inc}
+            acked = [{sid for draft in drafts for by, sid in draft.acked if by == owner} for owner in owners]
+            assert not set.intersection(*acked) & set(document["lost_ids"]), "reported as lost, though it was acked"
 
 
 class _Always:
