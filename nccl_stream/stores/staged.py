@@ -19,7 +19,7 @@ from nccl_stream.config import Staging, StreamConfig, slot_bound
 from nccl_stream.device_staging import DeviceStager, is_available
 from nccl_stream.errors import ConfigError, DeviceError, MisuseError
 from nccl_stream.staging import StagedCopy, Stager
-from nccl_stream.stores.owned_pieces import OwnedPieces
+from nccl_stream.stores.owned_pieces import OwnedPieces, PieceMemory
 from nccl_stream.stores.tensors import copy_tensor
 from nccl_stream.transport.arena import Arena, Slot
 from nccl_stream.transport.bounce import BounceLink
@@ -116,6 +116,10 @@ class Placement:
         self.used[place] += nbytes
         return place
 
+    def hold(self, place: Place, nbytes: int) -> None:
+        """Count what must be there, whatever the cap."""
+        self.used[place] += nbytes
+
     def give(self, place: Place, nbytes: int) -> None:
         """A sample that was counted there is over."""
         if nbytes > self.used[place]:
@@ -169,7 +173,7 @@ class SampleMemory:
 
     @property
     def used_bytes(self) -> dict[Place, int]:
-        """Bytes of the samples that wait in each place, donated ones included."""
+        """Bytes of the samples that wait in each place, donated ones and windows of streamed ones included."""
         with self._lock:
             return dict(self._placement.used)
 
@@ -224,10 +228,49 @@ class SampleMemory:
         return {name: copy_tensor(tensor, device) for name, tensor in features.items()}
 
     @property
+    def device(self) -> torch.device:
+        """Where samples are made and links send from."""
+        return self._device
+
+    @property
     def pieces_arena(self) -> Arena | None:
-        """Memory for samples that travel in pieces: of the device, where their windows are all that waits of them."""
-        on_device = self._arenas["device"]
-        return on_device if on_device is not None or self._device.type != "cpu" else self._arenas["host"]
+        """Memory for windows of samples that travel in pieces: of the device, whatever the policy."""
+        return self._arenas[self._window_place]
+
+    @property
+    def _window_place(self) -> Place:
+        return "device" if self._arenas["device"] is not None or self._device.type != "cpu" else "host"
+
+    def take_window(self, num_bytes: int, nbytes: int, label: str) -> tuple[Slot | None, Callable[[], None]]:
+        """See :class:`PieceRoom`."""
+        arena = self.pieces_arena
+        fits = arena is not None and nbytes <= arena.capacity_bytes
+        slot = arena.reserve(nbytes, label) if arena is not None and fits else None
+        with self._lock:
+            self._placement.hold(self._window_place, num_bytes)
+        return slot, self._uncount(self._window_place, num_bytes)
+
+    def take_piece(self, num_bytes: int, nbytes: int, label: str) -> PieceMemory:
+        """See :class:`PieceRoom`. In the place where a sample of this size would wait now."""
+        with self._lock:
+            place = self._placement.take(num_bytes)
+        uncount = self._uncount(place, num_bytes)
+        try:
+            slot, buffer = self._reserve(place, nbytes, label)
+        except BaseException:
+            uncount()
+            raise
+        return PieceMemory(buffer, slot, place == "host" and self._up is not None, uncount)
+
+    def _uncount(self, place: Place, nbytes: int) -> Callable[[], None]:
+        counted = [nbytes]
+
+        def uncount() -> None:
+            with self._lock:
+                if counted:
+                    self._placement.give(place, counted.pop())
+
+        return uncount
 
     def free(self, owned: OwnedBytes | OwnedPieces) -> None:
         """A sample is over. Does not block."""
@@ -274,9 +317,9 @@ class SampleMemory:
 
     # -- the two ways ------------------------------------------------------------------------------------------------
 
-    def _reserve(self, place: Place, nbytes: int, sample_id: str) -> tuple[Slot | None, torch.Tensor]:
+    def _reserve(self, place: Place, nbytes: int, label: str) -> tuple[Slot | None, torch.Tensor]:
         arena = self._arenas[place]
-        slot = None if arena is None else arena.reserve(nbytes, f"sample {sample_id}")
+        slot = None if arena is None else arena.reserve(nbytes, label)
         if slot is not None:
             return slot, slot.buffer
         # Room by count of bytes, but not in one piece: a buffer of its own rather than a producer that gets stuck.
@@ -287,9 +330,9 @@ class SampleMemory:
             self._overflowed.add(place)
             logger.log(
                 logging.WARNING if pin else logging.INFO,
-                "no room for %d bytes in one piece in what is preallocated on the %s: sample %s gets memory of its own"
+                "no room for %d bytes in one piece in what is preallocated on the %s: %s gets memory of its own"
                 "%s. Later ones are not reported",
-                nbytes, place, sample_id, ", and page-locking it holds up the GPU" if pin else "",
+                nbytes, place, label, ", and page-locking it holds up the GPU" if pin else "",
             )  # fmt: skip
         return None, torch.empty(nbytes, dtype=torch.uint8, device=device, pin_memory=pin)
 
@@ -299,7 +342,7 @@ class SampleMemory:
         """The sample is complete when this returns."""
         donated = {name: tensors[name].detach() for name in layout.large if donate and self._lies_here(tensors[name])}
         whole = not donated or len(donated) < len(layout.large)
-        slot, buffer = self._reserve(place, layout.total_bytes if whole else layout.packed_bytes, sample_id)
+        slot, buffer = self._reserve(place, layout.total_bytes if whole else layout.packed_bytes, f"sample {sample_id}")
         try:
             copied = {name: tensor for name, tensor in tensors.items() if name not in donated}
             stream = self._current_stream()
@@ -324,7 +367,7 @@ class SampleMemory:
         donate: bool,
     ) -> OwnedBytes:
         """The sample is on its way when this returns."""
-        slot, buffer = self._reserve("host", layout.total_bytes, sample_id)
+        slot, buffer = self._reserve("host", layout.total_bytes, f"sample {sample_id}")
         owned = OwnedBytes(layout, buffer, {}, slot, climbs=True)
         try:
             self._copy_down(stager, owned, tensors, donate=donate)

@@ -249,7 +249,7 @@ def test_sample_without_a_slot_is_reported_once(caplog):
     machine = Machine("pinned", samples=1)
     for n in range(4):
         machine.put(str(n), {"x": torch.zeros(2 * SMALL_BYTES, dtype=torch.uint8)})
-    assert [record.args[2] for record in caplog.records if "memory of its own" in record.message] == ["1"]
+    assert [record.args[2] for record in caplog.records if "memory of its own" in record.message] == ["sample 1"]
 
 
 def test_host_that_page_locks_nothing_is_reported_with_the_setting_that_helps(monkeypatch):
