@@ -20,7 +20,7 @@ for tool in cmake ninja; do
     type -P "$tool" >/dev/null || tools+=("$tool")
 done
 if ((${#tools[@]})); then
-    "$python" -m pip install --quiet "${tools[@]}"
+    "$python" -m pip install --quiet --constraint launch/constraints.txt "${tools[@]}"
     PATH="$(dirname "$python"):$PATH"
 fi
 

@@ -105,6 +105,9 @@ class Rank:
         for peer, text in packets:
             self.world.push(peer, text)
 
+    def publish_status(self):
+        self.world.documents.set(f"status/{self.inc}", self.side.status())
+
     def pop(self):
         packet = load_json(self.world.take(self.inbox))
         sender, wires = self.mail.receive(packet, self.world.clock.now)
@@ -128,6 +131,7 @@ class Rank:
     def depart(self):
         self.tick()  # what that posts is pushed before it goes, as the node does
         self.tick()
+        self.publish_status()
         self.state = "left"
         self.world.goes(self, Gone(*self.kind, self.inc))
 
@@ -494,6 +498,7 @@ class World:
         self.clock.now += 1.0
         for rank in self.living():
             rank.woken = True
+            rank.publish_status()
 
     def living(self):
         return [rank for rank in self.ranks.values() if rank.state in ("up", "leaving")]
