@@ -61,7 +61,8 @@ run_under_valgrind() {
     build_tests "$1" "" || return 1
     for test in "$1"/tests/native/cpp/test_*; do
         [[ -x "$test" && -f "$test" ]] || continue
-        valgrind --quiet --error-exitcode=9 --leak-check=full --errors-for-leak-kinds=definite "$test" || return 1
+        NCCL_STREAM_TEST_THREADS=64 valgrind --quiet --error-exitcode=9 \
+            --leak-check=full --errors-for-leak-kinds=definite "$test" || return 1
     done
 }
 

@@ -16,7 +16,7 @@ from nccl_stream.device_staging import DeviceStager, device_crc32c, device_pack,
 from nccl_stream.errors import DeviceError
 from nccl_stream.refs import FeatureSpec
 from nccl_stream.staging import PinnedPool, crc32c
-from nccl_stream.stores.staged import make_sample_memory
+from nccl_stream.stores.preallocated import make_sample_memory
 from nccl_stream.testing.nccl_double import connected_links
 from nccl_stream.testing.store_suite import make_sample
 from nccl_stream.testing.stream_suite import PIECE, StreamHarness, cut, make_whole

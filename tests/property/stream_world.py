@@ -18,8 +18,8 @@ from nccl_stream.ranks.draft_queue import DraftQueue, PaddingLease
 from nccl_stream.ranks.draft_side import DraftSide
 from nccl_stream.ranks.target_side import TargetSide
 from nccl_stream.stores.nccl import NcclFeatureStore
+from nccl_stream.stores.preallocated import make_sample_memory
 from nccl_stream.stores.residency import Residency
-from nccl_stream.stores.staged import make_sample_memory
 from nccl_stream.testing.clock import FakeClock
 from nccl_stream.transport.arena import Arena
 from tests.property.simulation import Ends

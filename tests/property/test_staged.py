@@ -19,14 +19,8 @@ from nccl_stream.device_staging import DeviceStager
 from nccl_stream.errors import ConfigError, DeviceError, MisuseError
 from nccl_stream.refs import FeatureSpec
 from nccl_stream.staging import Stager, open_stager
-from nccl_stream.stores.staged import (
-    Placement,
-    SampleMemory,
-    _host_arena,
-    _small_ranges,
-    arena_bytes,
-    make_sample_memory,
-)
+from nccl_stream.stores.preallocated import _host_arena, arena_bytes, make_sample_memory
+from nccl_stream.stores.staged import Placement, SampleMemory, _small_ranges
 from nccl_stream.transport.arena import Arena
 from nccl_stream.transport.layout import HEADER_BYTES, SMALL_BYTES, SlotLayout
 
