@@ -79,7 +79,7 @@ def _new_lease(entry: _Entry, deadline: float, visibility_timeout: VisibilityTim
         deadline=deadline,
         visibility_timeout=visibility_timeout,
         redelivery_count=entry.redelivery_count,
-        lease_id=_next_lease_id(),
+        lease_id=next(_lease_id_counter),
         owner=owner,
     )
     return lease
@@ -251,9 +251,9 @@ class LeaseTable:
             MisuseError: (``ValueError``) its sample is pending, leased or a dead letter.
         """
         key = sample_key(ref)
-        self._check_new(key)
-        if self._dead:
-            self._dead.pop(key, None)  # one whose sample is gone: this is the sample anew
+        if key in self._pending or key in self._leased or key in self._dead:
+            self._check_new(key)
+            del self._dead[key]  # the sample behind it is gone, and this is the sample anew
         self._pending[key] = _Entry(key, ref)
         self.counts.put += 1
         if key not in self._recent_acks:

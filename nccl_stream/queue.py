@@ -230,13 +230,18 @@ class SampleRefQueue:
         Raises:
             ProducerFailedError: the queue was closed with an error, and nothing is pending.
         """
-        name = self._prepare_acquire(poll_interval, owner)
+        _check_interval(poll_interval)
+        self._gc_store()
         with self._lock:
-            self._await_pending(poll_interval)
-            lease = self._table.acquire(name)
-            if lease is None:
-                self._raise_error()
-        return lease
+            if self._table.may_expire():
+                self._expire()
+            if not self._table.pending_count:
+                self._wait_for_work(poll_interval)
+            lease = self._table.acquire(_this_thread.name if owner is None else owner)
+            if lease is not None or not self._closed or self._error is None:
+                return lease
+            error = self._error
+        raise ProducerFailedError(f"the producing side failed: {type(error).__name__}: {error}") from error
 
     def acquire_many(self, count: int, poll_interval: float = 0.05, *, owner: str | None = None) -> list[Lease]:
         """Lease up to ``count`` refs; waits, as :meth:`acquire` does, until there is at least one.
@@ -247,14 +252,13 @@ class SampleRefQueue:
         """
         if type(count) is not int or count <= 0:
             raise MisuseError(f"count must be a positive int, got {count!r}")
-        name = self._prepare_acquire(poll_interval, owner)
-        leases: list[Lease] = []
+        first = self.acquire(poll_interval, owner=owner)
+        if first is None:
+            return []
+        leases = [first]
         with self._lock:
-            self._await_pending(poll_interval)
-            while len(leases) < count and (lease := self._table.acquire(name)) is not None:
+            while len(leases) < count and (lease := self._table.acquire(first.owner)) is not None:
                 leases.append(lease)
-            if not leases:
-                self._raise_error()
         return leases
 
     def ack(self, lease: Lease) -> None:
@@ -458,22 +462,6 @@ class SampleRefQueue:
             self._room.notify_all()
         if self._closed and self._table.is_empty:
             self._work.notify_all()
-
-    def _prepare_acquire(self, poll_interval: float, owner: str | None) -> str:
-        _check_interval(poll_interval)
-        self._gc_store()
-        return _this_thread.name if owner is None else owner
-
-    def _await_pending(self, timeout: float) -> None:
-        if self._table.may_expire():
-            self._expire()
-        if not self._table.pending_count:
-            self._wait_for_work(timeout)
-
-    def _raise_error(self) -> None:
-        """Nothing is pending, locked: raise the producers' error, if they have ended with one."""
-        if self._closed and (error := self._error) is not None:
-            raise ProducerFailedError(f"the producing side failed: {type(error).__name__}: {error}") from error
 
     def _wait_for_work(self, timeout: float) -> None:
         """Wait, locked, until something is pending or nothing can come any more, at most ``timeout`` seconds."""
