@@ -31,9 +31,13 @@ ensure_venv() {
         return 0
     fi
     echo "-- installing into $venv: torch and nccl-stream[$extras] (minutes the first time; log: $log)"
-    # torch first, from whichever index pip is configured for, so that the choice of build is the machine's.
-    if ! "$venv/bin/python" -m pip install --constraint launch/constraints.txt torch==2.13.0 >"$log" 2>&1 ||
-        ! "$venv/bin/python" -m pip install --constraint launch/constraints.txt --editable ".[$extras]" >>"$log" 2>&1; then
+    # torch first, from whichever index pip is configured for, so that the choice of build is the machine's. What builds
+    # the package is installed by a pip of its own, to which only the environment speaks: older ones look at the first
+    # variable, newer ones at the second.
+    local pins=launch/constraints.txt
+    if ! "$venv/bin/python" -m pip install --constraint "$pins" torch==2.13.0 >"$log" 2>&1 ||
+        ! PIP_CONSTRAINT="${PIP_CONSTRAINT:-} $pins" PIP_BUILD_CONSTRAINT="${PIP_BUILD_CONSTRAINT:-} $pins" \
+            "$venv/bin/python" -m pip install --constraint "$pins" --editable ".[$extras]" >>"$log" 2>&1; then
         tail -n 30 "$log" >&2
         echo "error: installation failed, see $log" >&2
         return 1

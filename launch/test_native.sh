@@ -20,7 +20,7 @@ for tool in cmake ninja; do
     type -P "$tool" >/dev/null || tools+=("$tool")
 done
 if ((${#tools[@]})); then
-    "$python" -m pip install --quiet "${tools[@]}"
+    "$python" -m pip install --quiet --constraint launch/constraints.txt "${tools[@]}"
     PATH="$(dirname "$python"):$PATH"
 fi
 
@@ -61,7 +61,8 @@ run_under_valgrind() {
     build_tests "$1" "" || return 1
     for test in "$1"/tests/native/cpp/test_*; do
         [[ -x "$test" && -f "$test" ]] || continue
-        valgrind --quiet --error-exitcode=9 --leak-check=full --errors-for-leak-kinds=definite "$test" || return 1
+        NCCL_STREAM_TEST_THREADS=64 valgrind --quiet --error-exitcode=9 \
+            --leak-check=full --errors-for-leak-kinds=definite "$test" || return 1
     done
 }
 

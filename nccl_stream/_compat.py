@@ -5,11 +5,13 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from nccl_stream.queue import Lease
+from nccl_stream.refs import SampleRef
 
 __all__ = [
+    "RefQueue",
     "accepts_keyword",
     "ack",
     "close_queue",
@@ -21,6 +23,29 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
+
+
+class RefQueue(Protocol):
+    """What pipeline and loader need of a queue: the documented methods. Either end of a stream is one."""
+
+    @property
+    def is_closed(self) -> bool: ...
+
+    def put_blocks_until_below(
+        self, ref: SampleRef, poll_interval: float = 0.05, abort_when: Callable[[], bool] | None = None
+    ) -> None: ...
+
+    def acquire(self, poll_interval: float = 0.05) -> Lease | None: ...
+
+    def ack(self, lease: Lease) -> None: ...
+
+    def fail(self, lease: Lease) -> None: ...
+
+    def pending_count(self) -> int: ...
+
+    def outstanding_count(self) -> int: ...
+
+    def close(self) -> None: ...
 
 
 def accepts_keyword(function: Callable[..., object], name: str) -> bool:

@@ -14,7 +14,6 @@ from torch import Tensor
 from nccl_stream import _compat
 from nccl_stream.errors import ClosedError, ConfigError, ProducerFailedError
 from nccl_stream.producer import FeatureProducer
-from nccl_stream.queue import SampleRefQueue
 from nccl_stream.refs import SampleRef
 
 __all__ = ["AsyncFeaturePipeline", "PromptBatch", "PromptSource"]
@@ -31,7 +30,7 @@ _PROMPT_FIELDS = ("input_ids", "attention_mask", "loss_mask", "position_ids", "s
 class PromptSource(Protocol):
     """Callable without arguments that supplies the next prompt batch; called from the pipeline's thread only."""
 
-    def __call__(self) -> _PromptBatch | _PackedPromptBatch | Tensor | None:
+    def __call__(self) -> _PromptBatch | _PackedPromptBatch | PromptBatch | Tensor | None:
         """Return the next prompt batch, or None when there is none (any more, or just now).
 
         Returns:
@@ -93,8 +92,8 @@ class AsyncFeaturePipeline:
     def __init__(
         self,
         producer: FeatureProducer,
-        queue: SampleRefQueue,
-        prompt_source: PromptSource | Iterator[_PromptBatch | _PackedPromptBatch | Tensor],
+        queue: _compat.RefQueue,
+        prompt_source: PromptSource | Iterator[_PromptBatch | _PackedPromptBatch | PromptBatch | Tensor],
         poll_interval: float = 0.1,
         stop_on_exhausted: bool = True,
         *,

@@ -70,6 +70,8 @@ class StreamConfig:
         staging: where a target's samples wait for their drafts. ``"device"``: on the GPU; ``"pinned"``: in page-locked
             memory of the host, to which they move at put; ``"auto"``: on the GPU up to ``device_bytes``, then in the
             host's memory, and on the GPU alone where the installation has no CUDA part. On the CPU it is all one.
+            The window of a streamed sample is always on the GPU, and counts there; what a retained one holds beyond it
+            waits as this says.
         device_bytes: cap of ``staging="auto"``; None: a quarter of ``max_bytes``.
         verify_checksums: send a CRC-32C of every sample along and compare it with what arrived, before anybody sees it;
             costs two passes over every sample. What differs counts as a failed delivery. On a GPU, for debugging: the

@@ -29,7 +29,7 @@ from nccl_stream.errors import (
     StreamBrokenError,
     StreamLostError,
 )
-from nccl_stream.queue import Lease, SampleRefQueue
+from nccl_stream.queue import Lease
 from nccl_stream.refs import FeatureAlgorithm, SampleRef
 from nccl_stream.renewal import LeaseRenewer
 from nccl_stream.schema import schema_of, validate_ref
@@ -116,7 +116,7 @@ class FeatureDataLoader(IterableDataset[Any]):
 
     def __init__(
         self,
-        queue: SampleRefQueue,
+        queue: _compat.RefQueue,
         store: FeatureStore,
         algorithm: FeatureAlgorithm | None = None,
         acquire_poll_interval: float = 0.05,

@@ -43,6 +43,16 @@ GC_INTERVAL_S = 1.0
 """Least time between two sweeps of the store that ``acquire`` starts on its own."""
 
 
+class _ThisThread(threading.local):
+    """The name of the thread that asks, as of its first time: looking it up is a tenth of an acquire's cost."""
+
+    def __init__(self) -> None:
+        self.name = threading.current_thread().name
+
+
+_this_thread = _ThisThread()
+
+
 @dataclass(frozen=True)
 class QueueStatistics:
     """Snapshot of a queue's books: ``put = acked + removed + dead + pending + leased``.
@@ -152,7 +162,8 @@ class SampleRefQueue:
         _check_ref(ref)
         with self._lock:
             self._check_open()
-            self._check_not_blocked(ref)
+            if self._blocked:
+                self._check_not_blocked(ref)
             self._enqueue(ref)
 
     def put_blocks_until_below(
@@ -219,8 +230,18 @@ class SampleRefQueue:
         Raises:
             ProducerFailedError: the queue was closed with an error, and nothing is pending.
         """
-        leases = self.acquire_many(1, poll_interval, owner=owner)
-        return leases[0] if leases else None
+        _check_interval(poll_interval)
+        self._gc_store()
+        with self._lock:
+            if self._table.may_expire():
+                self._expire()
+            if not self._table.pending_count:
+                self._wait_for_work(poll_interval)
+            lease = self._table.acquire(_this_thread.name if owner is None else owner)
+            if lease is not None or not self._closed or self._error is None:
+                return lease
+            error = self._error
+        raise ProducerFailedError(f"the producing side failed: {type(error).__name__}: {error}") from error
 
     def acquire_many(self, count: int, poll_interval: float = 0.05, *, owner: str | None = None) -> list[Lease]:
         """Lease up to ``count`` refs; waits, as :meth:`acquire` does, until there is at least one.
@@ -231,24 +252,21 @@ class SampleRefQueue:
         """
         if type(count) is not int or count <= 0:
             raise MisuseError(f"count must be a positive int, got {count!r}")
-        _check_interval(poll_interval)
-        name = threading.current_thread().name if owner is None else owner
-        self._gc_store()
+        first = self.acquire(poll_interval, owner=owner)
+        if first is None:
+            return []
+        leases = [first]
         with self._lock:
-            self._expire()
-            if not self._table.pending_count:
-                self._wait_for_work(poll_interval)
-            leases: list[Lease] = []
-            while len(leases) < count and (lease := self._table.acquire(name)) is not None:
+            while len(leases) < count and (lease := self._table.acquire(first.owner)) is not None:
                 leases.append(lease)
-            if leases or not self._closed or self._error is None:
-                return leases
-            error = self._error
-        raise ProducerFailedError(f"the producing side failed: {type(error).__name__}: {error}") from error
+        return leases
 
     def ack(self, lease: Lease) -> None:
         """Mark a leased ref as consumed. A lease that is not live changes nothing. Does not touch the store."""
-        self.ack_many((lease,))
+        _check_lease(lease)
+        with self._lock:
+            self._table.ack(lease)
+            self._after_leases_ended()
 
     def ack_many(self, leases: Iterable[Lease]) -> int:
         """Ack several leases at once; return how many were live.
@@ -256,7 +274,9 @@ class SampleRefQueue:
         Raises:
             MisuseError: (``ValueError``) one of them is not a lease; none is acked then.
         """
-        leases = [_checked_lease(lease) for lease in leases]
+        leases = list(leases)
+        for lease in leases:
+            _check_lease(lease)
         with self._lock:
             count = sum(self._table.ack(lease) for lease in leases)
             self._after_leases_ended()
@@ -275,7 +295,7 @@ class SampleRefQueue:
         """
         text = f"{type(reason).__name__}: {reason}" if isinstance(reason, BaseException) else reason
         text = text or "failed by its consumer"
-        _checked_lease(lease)
+        _check_lease(lease)
         with self._lock:
             outcome = self._table.fail(lease, text, final=final)
             if outcome is FailOutcome.REQUEUED:
@@ -290,8 +310,9 @@ class SampleRefQueue:
         Returns:
             Whether the lease was live.
         """
+        _check_lease(lease)
         with self._lock:
-            live = self._table.hand_back(_checked_lease(lease))
+            live = self._table.hand_back(lease)
             if live:
                 self._work.notify()
         return live
@@ -302,8 +323,9 @@ class SampleRefQueue:
         Returns:
             Whether the lease was live; False means that somebody else may have the ref.
         """
+        _check_lease(lease)
         with self._lock:
-            return self._table.extend(_checked_lease(lease), seconds)
+            return self._table.extend(lease, seconds)
 
     def reclaim_expired(self) -> int:
         """Return the refs of expired leases to the pending ones and say how many there were.
@@ -419,7 +441,8 @@ class SampleRefQueue:
     def _enqueue(self, ref: SampleRef) -> None:
         if not self._table.put(ref):
             logger.warning("sample %s was acked before and is put again", ref.sample_id)
-        self._work.notify()
+        if self._num_waiting_consumers:
+            self._work.notify()
 
     def _expire(self) -> int:
         expired = self._table.expire()
@@ -507,10 +530,9 @@ def _check_ref(ref: object) -> None:
         raise MisuseError(f"the queue takes SampleRefs, got {type(ref).__name__}")
 
 
-def _checked_lease(lease: Lease) -> Lease:
+def _check_lease(lease: object) -> None:
     if not isinstance(lease, Lease):
         raise MisuseError(f"expected a Lease, got {type(lease).__name__}")
-    return lease
 
 
 def _check_interval(poll_interval: float) -> None:

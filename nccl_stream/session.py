@@ -45,8 +45,9 @@ from nccl_stream.ranks.target_side import TargetQueue, TargetSide
 from nccl_stream.sharing import SharedTensors
 from nccl_stream.stores.nccl import NcclFeatureStore
 from nccl_stream.stores.owned_pieces import OwnedPieces
+from nccl_stream.stores.preallocated import make_sample_memory
 from nccl_stream.stores.residency import Residency
-from nccl_stream.stores.staged import OwnedBytes, make_sample_memory
+from nccl_stream.stores.staged import OwnedBytes
 from nccl_stream.transport.arena import Arena
 from nccl_stream.transport.engine import TransferEngine
 

@@ -24,7 +24,7 @@ from nccl_stream.config import StreamConfig
 from nccl_stream.device_staging import DeviceStager, device_crc32c, device_pack
 from nccl_stream.refs import FeatureSpec
 from nccl_stream.staging import PinnedPool
-from nccl_stream.stores.staged import make_sample_memory
+from nccl_stream.stores.preallocated import make_sample_memory
 from nccl_stream.transport.layout import SlotLayout
 from nccl_stream.transport.nccl_group import NcclLink
 

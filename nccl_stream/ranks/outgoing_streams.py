@@ -153,15 +153,15 @@ class OutgoingStreams:
             delivery=sample.delivery, checksum=owned.checksum,
         )  # fmt: skip
         assert sample.stream is not None
-        buffers = pieces.windows.wire_buffers(index, sample.stream.lengths[index], owned.buffer)
+        buffers = pieces.windows.wire_buffers(index, sample.stream.lengths[index], owned.memory.buffer)
         if owned.num_sends:  # an earlier delivery of it is on its way, under the header of that one
             buffers[0] = _copy(buffers[0])
         owned.layout.write_header(buffers[0], header)
         token = PieceSending(draft, gen, pieces, owned, sum(buffer.numel() for buffer in buffers))
         owned.num_sends += 1
-        if owned.slot is not None:
-            owned.slot.begin_transfer()
-        if not self._side.links.send(draft, gen, token, buffers):
+        if owned.memory.slot is not None:
+            owned.memory.slot.begin_transfer()
+        if not self._side.links.send(draft, gen, token, owned.wire_buffers(buffers)):
             self._refused(draft, gen, token)
 
     def pieces_gone(self, sample: OwnedSample, count: int) -> None:
@@ -173,8 +173,8 @@ class OutgoingStreams:
     def transfer_over(self, sending: PieceSending, *, ok: bool) -> None:
         """A transfer has ended, well or not, and nothing reads its memory any more."""
         sending.piece.num_sends -= 1
-        if sending.piece.slot is not None:
-            sending.piece.slot.end_transfer()
+        if sending.piece.memory.slot is not None:
+            sending.piece.memory.slot.end_transfer()
         sample_id = sending.sample.ref.sample_id
         if ok:
             self._delivery.piece_sent(sample_id, sending.nbytes)

@@ -145,13 +145,14 @@ def is_there(directory: str, key: FileKey, seen: os.stat_result) -> bool:
         return True
 
 
-def publish(temporary: str, path: str, owner: str) -> bool:
+def publish(temporary: str, path: str, owner: str, token: str) -> bool:
     """Give a finished file its final name, unless that is taken.
 
     Args:
         temporary: the name that it has, and loses.
         path: the name that it gets.
         owner: who does this, in case it is killed half way.
+        token: that of the file.
 
     Returns:
         Whether the name was free.
@@ -168,7 +169,7 @@ def publish(temporary: str, path: str, owner: str) -> bool:
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
-        return _publish_without_links(temporary, path, owner)
+        return _publish_without_links(temporary, path, owner, token)
     remove(temporary)
     return True
 
@@ -180,12 +181,12 @@ def _is_one_file(one: str, other: str) -> bool:
         return False
 
 
-def _publish_without_links(temporary: str, path: str, owner: str) -> bool:
+def _publish_without_links(temporary: str, path: str, owner: str, token: str) -> bool:
     claimed = False
     try:
         with open(path, "xb") as claim:
             claimed = True
-            write_sample(claim, {}, owner)
+            write_sample(claim, {}, owner, token)
         os.replace(temporary, path)
     except BaseException as error:
         if claimed:

@@ -84,10 +84,8 @@ class Holds(Generic[K]):
 
     def clear(self) -> list[K]:
         """Forget everything; return what was consumed but still held."""
-        consumed: list[K] = []
         with self._lock:
-            self._sweep(consumed)
-            consumed += [key for key, entry in self._entries.items() if entry.consumed]
+            consumed = [key for key, entry in self._entries.items() if entry.consumed]
             for entry in self._entries.values():
                 for finalizer in entry.holds.values():
                     finalizer.detach()

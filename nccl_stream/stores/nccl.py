@@ -287,8 +287,12 @@ class NcclFeatureStore(FeatureStore):
             )
         self._check_size(sample_id, ref.estimated_bytes)
         with residency.reserve(sample_id, ref.estimated_bytes) as reservation:
-            sample = OwnedPieces(ref, windows, self._device, self.memory.pieces_arena, reservation.grow)
-            reservation.commit(sample)
+            sample = OwnedPieces(ref, windows, self.memory, reservation.grow)
+            try:
+                reservation.commit(sample)
+            except BaseException:
+                self.memory.free(sample)
+                raise
         with self._outbound.cond:
             self._outbound.opened(sample)
         return OwnedPieceWriter(

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -21,8 +21,18 @@ from nccl_stream.stores.windows import WindowLayout
 from nccl_stream.streamed.sample import StreamWriter
 from nccl_stream.transport.arena import Arena, Slot
 from nccl_stream.transport.layout import SlotLayout
+from nccl_stream.transport.link import HostBytes
 
-__all__ = ["Outbound", "OwnedPiece", "OwnedPieceWriter", "OwnedPieces", "Unconnected", "fail_sample"]
+__all__ = [
+    "Outbound",
+    "OwnedPiece",
+    "OwnedPieceWriter",
+    "OwnedPieces",
+    "PieceMemory",
+    "PieceRoom",
+    "Unconnected",
+    "fail_sample",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +48,50 @@ _WHY = {
 }
 
 
+@dataclass(eq=False)
+class PieceMemory:
+    """Memory of one piece.
+
+    Attributes:
+        buffer: its bytes.
+        slot: to be settled when the piece is over; None where it is the allocator's.
+        climbs: whether it is in host memory while links send from a device.
+        uncount: ends its part in the books of its place; more than one call is one.
+    """
+
+    buffer: torch.Tensor
+    slot: Slot | None
+    climbs: bool = False
+    uncount: Callable[[], None] = lambda: None
+
+    def settle(self) -> None:
+        """The piece is over. Idempotent."""
+        self.uncount()
+        if self.slot is not None:
+            self.slot.settle()
+
+
+class PieceRoom(Protocol):
+    """Memory of a target rank, as far as samples in pieces need it."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where windows lie."""
+        ...
+
+    def take_window(self, num_bytes: int, nbytes: int, label: str) -> tuple[Slot | None, Callable[[], None]]:
+        """Count a window with ``num_bytes`` of features, and ``nbytes`` of preallocated memory for it, if there are.
+
+        Returns:
+            The slot, and what ends the count; calling that more than once is calling it once.
+        """
+        ...
+
+    def take_piece(self, num_bytes: int, nbytes: int, label: str) -> PieceMemory:
+        """Memory for one piece by which a retained sample outgrows its window, counted like :meth:`take_window`."""
+        ...
+
+
 @dataclass
 class OwnedPiece:
     """One piece in wire layout.
@@ -48,10 +102,13 @@ class OwnedPiece:
     """
 
     layout: SlotLayout
-    buffer: torch.Tensor
-    slot: Slot | None
+    memory: PieceMemory
     checksum: int | None = None
     num_sends: int = 0
+
+    def wire_buffers(self, messages: Sequence[torch.Tensor]) -> list[torch.Tensor | HostBytes]:
+        """What links send for these messages of it."""
+        return [HostBytes(message) for message in messages] if self.memory.climbs else list(messages)
 
 
 class OwnedPieces:
@@ -62,8 +119,7 @@ class OwnedPieces:
     Args:
         ref: the sample's ref.
         windows: sizes of its pieces.
-        device: where the pieces lie.
-        arena: preallocated memory, from which the window is taken if it fits there now.
+        room: where the pieces lie.
         grow: called with the bytes of each piece by which a retained sample outgrows its window; raises
             ``CapacityError``.
     """
@@ -72,8 +128,7 @@ class OwnedPieces:
         self,
         ref: SampleRef,
         windows: WindowLayout,
-        device: torch.device,
-        arena: Arena | None,
+        room: PieceRoom,
         grow: Callable[[int], None],
     ) -> None:
         spec = require_stream(ref)
@@ -83,23 +138,26 @@ class OwnedPieces:
         self.count = PieceCount(ref)
         self.pieces: dict[int, OwnedPiece] = {}
         self.offered = False
-        self._device = device
-        self._arena = arena
+        self._room = room
         self._grow = grow
         self._room_ahead = 0  # taken for a piece that is not put yet, maybe never
         self._outgrows = False
         self._closed = False
         nbytes = windows.total_bytes + windows.slot_bytes(1)  # one more, which is filled while the window is full
-        self._slot = None if arena is None else arena.reserve(nbytes, f"window of sample {ref.sample_id}")
+        self._slot, self._uncount = room.take_window(ref.estimated_bytes, nbytes, f"window of sample {ref.sample_id}")
         memory = None if self._slot is None else self._slot.buffer
-        self._ring = Arena(nbytes, device, memory=memory, on_free=self._memory_came_back)
+        try:
+            self._ring = Arena(nbytes, room.device, memory=memory, on_free=self._memory_came_back)
+        except BaseException:
+            self._uncount()
+            raise
 
     @property
     def nbytes(self) -> int:
         """Memory of the window, and of the piece that is filled while that is full."""
         return self._ring.capacity_bytes
 
-    def take(self, index: int, num_bytes: int) -> tuple[torch.Tensor, Slot | None] | None:
+    def take(self, index: int, num_bytes: int) -> PieceMemory | None:
         """Memory for one piece of ``num_bytes``; None while transfers still read what there is.
 
         Raises:
@@ -113,14 +171,12 @@ class OwnedPieces:
             if num_bytes > self._room_ahead:
                 self._grow(num_bytes - self._room_ahead)
                 self._room_ahead = num_bytes
-            slot = None if self._arena is None else self._arena.reserve(nbytes, label)
-            if slot is None:
-                return torch.empty(nbytes, dtype=torch.uint8, device=self._device), None
-        return None if slot is None else (slot.buffer, slot)
+            return self._room.take_piece(num_bytes, nbytes, label)
+        return None if slot is None else PieceMemory(slot.buffer, slot)
 
-    def wait_release(self, slot: Slot | None, stream: Any) -> None:
-        """Make a stream wait for what former owners of the window's memory, and of the slot's, had queued."""
-        for taken in (self._slot, slot):
+    def wait_release(self, memory: PieceMemory, stream: Any) -> None:
+        """Make a stream wait for what former owners of the window's memory, and of this, had queued."""
+        for taken in (self._slot, memory.slot):
             if taken is not None:
                 taken.wait_release(stream)
 
@@ -135,7 +191,7 @@ class OwnedPieces:
     def drop(self, count: int) -> None:
         """The first ``count`` pieces are not needed any more."""
         for index in [index for index in self.pieces if index < count]:
-            self._settle(self.pieces.pop(index))
+            self.pieces.pop(index).memory.settle()
 
     def close(self) -> None:
         """The sample is gone from the store. Memory returns when nothing reads or writes it. Idempotent."""
@@ -143,13 +199,9 @@ class OwnedPieces:
         if not self.stream.outcome:
             self.stream.outcome = "dropped"
         while self.pieces:
-            self._settle(self.pieces.popitem()[1])
+            self.pieces.popitem()[1].memory.settle()
+        self._uncount()
         self._memory_came_back()
-
-    @staticmethod
-    def _settle(piece: OwnedPiece) -> None:
-        if piece.slot is not None:
-            piece.slot.settle()
 
     def _memory_came_back(self) -> None:
         if self._closed and self._slot is not None and self._ring.free_bytes == self._ring.capacity_bytes:
@@ -268,24 +320,25 @@ class OwnedPieceWriter(StreamWriter):
             layout = sample.windows.layout(sample.count.num_pieces, length)
             started = time.monotonic()
             num_bytes = sum(spec.nbytes for spec in layout.specs.values())
-            buffer, slot = self._wait(lambda: self._take(num_bytes), started, timeout)
+            memory: PieceMemory | None = self._wait(lambda: self._take(num_bytes), started, timeout)
+        assert memory is not None
         try:
-            self._pack(layout, tensors, buffer, slot)
-            checksum = checksum_of(layout.views(buffer).values()) if self._checksums else None
+            self._pack(layout, tensors, memory)
+            checksum = checksum_of(layout.views(memory.buffer).values()) if self._checksums else None
             with self._outbound.cond:
                 self._check()
                 self._wait(lambda: sample.stream.has_room or None, started, timeout)
                 index, _ = sample.count.add(length)
-                sample.put(index, OwnedPiece(layout, buffer, slot, checksum))
-                slot = None
+                sample.put(index, OwnedPiece(layout, memory, checksum))
+                memory = None
                 sample.stream.lengths.append(length)
                 self._outbound.changed(sample)
                 return index
         finally:
-            if slot is not None:
-                slot.settle()
+            if memory is not None:
+                memory.settle()
 
-    def _take(self, num_bytes: int) -> tuple[torch.Tensor, Slot | None] | None:
+    def _take(self, num_bytes: int) -> PieceMemory | None:
         """Memory for the next piece, one ahead of the window; a retained sample grows only when it must."""
         stream = self._sample.stream
         if stream.retain and not stream.has_room:
@@ -321,14 +374,13 @@ class OwnedPieceWriter(StreamWriter):
             self._outbound.waited(time.monotonic() - started - waited)
             self._check()
 
-    def _pack(
-        self, layout: SlotLayout, tensors: Mapping[str, torch.Tensor], buffer: torch.Tensor, slot: Slot | None
-    ) -> None:
+    def _pack(self, layout: SlotLayout, tensors: Mapping[str, torch.Tensor], memory: PieceMemory) -> None:
+        buffer = memory.buffer
         if buffer.device.type != "cuda":
             layout.pack(tensors, buffer)
             return
         stream = torch.cuda.current_stream(buffer.device)
-        self._sample.wait_release(slot, stream)
+        self._sample.wait_release(memory, stream)
         layout.pack(tensors, buffer)
         stream.synchronize()
 

@@ -162,7 +162,7 @@ class SharedDirFeatureStore(FeatureStore):
                 with open(temporary, "xb") as file:
                     write_sample(file, tensors, this_owner(), token)
                 seen = os.lstat(temporary)
-                if not publish(temporary, path, this_owner()):
+                if not publish(temporary, path, this_owner(), token):
                     raise self._taken(sample_id)
                 reservation.commit(None)
                 self._outstanding.add(key, seen)
@@ -333,7 +333,8 @@ class SharedDirFeatureStore(FeatureStore):
         try:
             remove(temporary)
         except OSError as error:
-            logger.warning("%s, left by a put that failed, could not be deleted (%s)", temporary, error)
+            if os.path.lexists(temporary):
+                logger.warning("%s, left by a put that failed, could not be deleted (%s)", temporary, error)
         self._delete([key])
         with contextlib.suppress(ClosedError):
             self._residency.discard(key.sample_id)

@@ -6,7 +6,6 @@ they are ordered on the device, before the kernels that overwrite the source and
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 from collections.abc import Callable, Mapping, Set
@@ -15,18 +14,18 @@ from typing import Any, Literal
 
 import torch
 
-from nccl_stream.config import Staging, StreamConfig, slot_bound
-from nccl_stream.device_staging import DeviceStager, is_available
-from nccl_stream.errors import ConfigError, DeviceError, MisuseError
+from nccl_stream.config import Staging
+from nccl_stream.device_staging import DeviceStager
+from nccl_stream.errors import DeviceError, MisuseError
 from nccl_stream.staging import StagedCopy, Stager
-from nccl_stream.stores.owned_pieces import OwnedPieces
+from nccl_stream.stores.owned_pieces import OwnedPieces, PieceMemory
 from nccl_stream.stores.tensors import copy_tensor
 from nccl_stream.transport.arena import Arena, Slot
 from nccl_stream.transport.bounce import BounceLink
 from nccl_stream.transport.layout import SlotLayout
 from nccl_stream.transport.link import HostBytes, Link
 
-__all__ = ["OwnedBytes", "Place", "Placement", "SampleMemory", "make_sample_memory"]
+__all__ = ["OwnedBytes", "Place", "Placement", "SampleMemory"]
 
 logger = logging.getLogger(__name__)
 
@@ -116,6 +115,10 @@ class Placement:
         self.used[place] += nbytes
         return place
 
+    def hold(self, place: Place, nbytes: int) -> None:
+        """Count what must be there, whatever the cap."""
+        self.used[place] += nbytes
+
     def give(self, place: Place, nbytes: int) -> None:
         """A sample that was counted there is over."""
         if nbytes > self.used[place]:
@@ -169,7 +172,7 @@ class SampleMemory:
 
     @property
     def used_bytes(self) -> dict[Place, int]:
-        """Bytes of the samples that wait in each place, donated ones included."""
+        """Bytes of the samples that wait in each place, donated ones and windows of streamed ones included."""
         with self._lock:
             return dict(self._placement.used)
 
@@ -224,10 +227,49 @@ class SampleMemory:
         return {name: copy_tensor(tensor, device) for name, tensor in features.items()}
 
     @property
+    def device(self) -> torch.device:
+        """Where samples are made and links send from."""
+        return self._device
+
+    @property
     def pieces_arena(self) -> Arena | None:
-        """Memory for samples that travel in pieces: of the device, where their windows are all that waits of them."""
-        on_device = self._arenas["device"]
-        return on_device if on_device is not None or self._device.type != "cpu" else self._arenas["host"]
+        """Memory for windows of samples that travel in pieces: of the device, whatever the policy."""
+        return self._arenas[self._window_place]
+
+    @property
+    def _window_place(self) -> Place:
+        return "device" if self._arenas["device"] is not None or self._device.type != "cpu" else "host"
+
+    def take_window(self, num_bytes: int, nbytes: int, label: str) -> tuple[Slot | None, Callable[[], None]]:
+        """See :class:`PieceRoom`."""
+        arena = self.pieces_arena
+        fits = arena is not None and nbytes <= arena.capacity_bytes
+        slot = arena.reserve(nbytes, label) if arena is not None and fits else None
+        with self._lock:
+            self._placement.hold(self._window_place, num_bytes)
+        return slot, self._uncount(self._window_place, num_bytes)
+
+    def take_piece(self, num_bytes: int, nbytes: int, label: str) -> PieceMemory:
+        """See :class:`PieceRoom`. In the place where a sample of this size would wait now."""
+        with self._lock:
+            place = self._placement.take(num_bytes)
+        uncount = self._uncount(place, num_bytes)
+        try:
+            slot, buffer = self._reserve(place, nbytes, label)
+        except BaseException:
+            uncount()
+            raise
+        return PieceMemory(buffer, slot, place == "host" and self._up is not None, uncount)
+
+    def _uncount(self, place: Place, nbytes: int) -> Callable[[], None]:
+        counted = [nbytes]
+
+        def uncount() -> None:
+            with self._lock:
+                if counted:
+                    self._placement.give(place, counted.pop())
+
+        return uncount
 
     def free(self, owned: OwnedBytes | OwnedPieces) -> None:
         """A sample is over. Does not block."""
@@ -274,9 +316,9 @@ class SampleMemory:
 
     # -- the two ways ------------------------------------------------------------------------------------------------
 
-    def _reserve(self, place: Place, nbytes: int, sample_id: str) -> tuple[Slot | None, torch.Tensor]:
+    def _reserve(self, place: Place, nbytes: int, label: str) -> tuple[Slot | None, torch.Tensor]:
         arena = self._arenas[place]
-        slot = None if arena is None else arena.reserve(nbytes, f"sample {sample_id}")
+        slot = None if arena is None else arena.reserve(nbytes, label)
         if slot is not None:
             return slot, slot.buffer
         # Room by count of bytes, but not in one piece: a buffer of its own rather than a producer that gets stuck.
@@ -287,9 +329,9 @@ class SampleMemory:
             self._overflowed.add(place)
             logger.log(
                 logging.WARNING if pin else logging.INFO,
-                "no room for %d bytes in one piece in what is preallocated on the %s: sample %s gets memory of its own"
+                "no room for %d bytes in one piece in what is preallocated on the %s: %s gets memory of its own"
                 "%s. Later ones are not reported",
-                nbytes, place, sample_id, ", and page-locking it holds up the GPU" if pin else "",
+                nbytes, place, label, ", and page-locking it holds up the GPU" if pin else "",
             )  # fmt: skip
         return None, torch.empty(nbytes, dtype=torch.uint8, device=device, pin_memory=pin)
 
@@ -299,7 +341,7 @@ class SampleMemory:
         """The sample is complete when this returns."""
         donated = {name: tensors[name].detach() for name in layout.large if donate and self._lies_here(tensors[name])}
         whole = not donated or len(donated) < len(layout.large)
-        slot, buffer = self._reserve(place, layout.total_bytes if whole else layout.packed_bytes, sample_id)
+        slot, buffer = self._reserve(place, layout.total_bytes if whole else layout.packed_bytes, f"sample {sample_id}")
         try:
             copied = {name: tensor for name, tensor in tensors.items() if name not in donated}
             stream = self._current_stream()
@@ -324,7 +366,7 @@ class SampleMemory:
         donate: bool,
     ) -> OwnedBytes:
         """The sample is on its way when this returns."""
-        slot, buffer = self._reserve("host", layout.total_bytes, sample_id)
+        slot, buffer = self._reserve("host", layout.total_bytes, f"sample {sample_id}")
         owned = OwnedBytes(layout, buffer, {}, slot, climbs=True)
         try:
             self._copy_down(stager, owned, tensors, donate=donate)
@@ -389,67 +431,3 @@ def _small_ranges(layout: SlotLayout, names: Set[str]) -> list[tuple[int, int]]:
 def _settle(owned: OwnedBytes) -> None:
     if owned.slot is not None:
         owned.slot.settle()
-
-
-def arena_bytes(config: StreamConfig, staging: Staging, num_drafts: int, *, on_gpu: bool) -> dict[Place, int]:
-    """Sizes of the memory that a target rank preallocates in each place.
-
-    Page-locked memory must do for everything that the rank may hold and the GPU does not: more of it is costly to get.
-    """
-    cap = config.device_cap if on_gpu or config.device_bytes is not None else 0
-    if on_gpu:
-        on_host = slot_bound(config.resident_cap(num_drafts) - (cap if staging == "auto" else 0)) + config.slot_bytes()
-    else:
-        # One memory, whatever it is called; only a cap that was asked for divides it.
-        on_host = config.max_bytes + config.slot_bytes() - (cap if staging == "auto" else 0)
-    sizes: dict[Staging, dict[Place, int]] = {
-        "device": {"device": config.max_bytes + config.slot_bytes(), "host": 0},
-        "pinned": {"device": 0, "host": on_host},
-        "auto": {"device": cap + config.slot_bytes() if cap else 0, "host": on_host},
-    }
-    return sizes[staging]
-
-
-def _host_arena(nbytes: int, *, pin: bool) -> Arena:
-    try:
-        return Arena(nbytes, pin=pin)
-    except ConfigError as error:
-        raise ConfigError(
-            f"the host does not page-lock {nbytes} bytes, in which samples wait for their drafts: lower max_bytes, or "
-            'set staging="device" to have them wait on the GPU'
-        ) from error
-
-
-def make_sample_memory(config: StreamConfig, device: torch.device, num_drafts: int = 1) -> SampleMemory:
-    """The memory of a target rank, as it is configured.
-
-    Raises:
-        ConfigError: ``staging="pinned"`` on a GPU where the compiled core has no CUDA part, or memory of the host that
-            cannot be page-locked.
-        CapacityError: the host does not have that much memory.
-        DeviceError: a CUDA call failed.
-    """
-    staging, on_gpu = config.staging, device.type == "cuda"
-    if on_gpu and not is_available():
-        if staging == "pinned":
-            raise ConfigError(
-                'staging="pinned" on a GPU needs the CUDA part of the compiled core: reinstall nccl-stream where nvcc '
-                'is on the PATH, or set staging="device"'
-            )
-        if staging == "auto":
-            logger.info("samples wait on %s alone: the compiled core has no CUDA part here", device)
-            staging = "device"
-    sizes = arena_bytes(config, staging, num_drafts, on_gpu=on_gpu)
-    with torch.cuda.device(device) if on_gpu else contextlib.nullcontext():  # whose context locks the pages
-        host_arena = _host_arena(sizes["host"], pin=on_gpu) if sizes["host"] else None
-        climbs = on_gpu and host_arena is not None
-        return SampleMemory(
-            device,
-            staging=staging,
-            device_arena=Arena(sizes["device"], device) if sizes["device"] else None,
-            host_arena=host_arena,
-            device_bytes=config.device_cap if on_gpu or config.device_bytes is not None else 0,
-            down=DeviceStager(device, streams=2) if climbs else None,
-            up=DeviceStager(device, streams=2) if climbs else None,
-            chunk_bytes=config.chunk_bytes,
-        )

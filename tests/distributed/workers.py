@@ -223,7 +223,7 @@ def draft(spec, journal):
     ``max_steps``: leave after so many samples; ``hold``: keep so many tensors alive and look at them again before
     dropping them; ``raise_at``: fail with that sample in hand; ``stall_at``: (count, gate) wait with a lease in hand;
     ``linger``: gate to wait for before leaving; ``handle_signals``: stop on SIGTERM, for which there is a handler;
-    ``on_lost_gate``: gate for which the callback waits.
+    ``asks_late``: ask what was lost only after the end; ``on_lost_gate``: gate for which the callback waits.
     """
     with join(spec, "draft", journal) as stream:
         if "handle_signals" in spec:
@@ -235,9 +235,12 @@ def draft(spec, journal):
             if "on_lost_gate" in spec:
                 wait_gate(spec, spec["on_lost_gate"])
 
-        stream.on_lost(lost)
+        if not spec.get("asks_late"):
+            stream.on_lost(lost)
         consume(spec, journal, stream)
         journal.say("drained")
+        if spec.get("asks_late"):
+            stream.on_lost(lost)
         if "linger" in spec:
             wait_gate(spec, spec["linger"])
         if spec.get("books", True) and "max_steps" not in spec:

@@ -26,6 +26,10 @@ def is_noticed(victim, *observers):
     )
 
 
+def are_noticed(victims, *observers):
+    return all(is_noticed(victim, *observers) for victim in victims)
+
+
 def is_waiting(worker):
     """Whether it has come, and waits for others to leave."""
     return worker.log.exists() and "waits for" in worker.log.read_text()
@@ -39,15 +43,17 @@ def kill_noticed(run, victim, *observers):
 @pytest.mark.parametrize("comes_back", [True, False])
 def test_samples_of_a_target_that_dies_while_no_draft_is_up_are_reported(tmp_path, comes_back):
     with Run(tmp_path, targets=2, drafts=2, deaths=True, config=NARROW, samples=40) as run:
-        (survivor, victim), takers = run.start_all(draft={"pace": 0.02})
+        (survivor, victim), takers = run.start_all(target={"gate_at": (39, "news")}, draft={"pace": 0.02})
         for taker in takers:
             run.wait_got(taker, 5)
         for taker in takers:
-            kill_noticed(run, taker, survivor, victim)
+            taker.kill()
+        run.wait_for("the deaths of the drafts to be noticed", lambda: are_noticed(takers, survivor, victim))
         kill_noticed(run, victim, survivor)
         put = {entry["number"] for entry in victim.said("put")}
         later = [run.target(1, life=1, samples=0)] if comes_back else []
-        again = [run.draft(rank, life=1) for rank in range(2)]
+        again = [run.draft(0, life=1), run.draft(1, life=1, asks_late=True)]
+        run.open_gate("news")
         run.wait_ended(survivor, *later, *again)
         assert [worker.error for worker in (survivor, *later, *again)] == [None] * (3 + len(later))
         acked = {number for worker in (*takers, *again) for number in worker.acked}

@@ -16,15 +16,17 @@ from nccl_stream.device_staging import DeviceStager, device_crc32c, device_pack,
 from nccl_stream.errors import DeviceError
 from nccl_stream.refs import FeatureSpec
 from nccl_stream.staging import PinnedPool, crc32c
-from nccl_stream.stores.staged import make_sample_memory
+from nccl_stream.stores.preallocated import make_sample_memory
 from nccl_stream.testing.nccl_double import connected_links
 from nccl_stream.testing.store_suite import make_sample
+from nccl_stream.testing.stream_suite import PIECE, StreamHarness, cut, make_whole
 from nccl_stream.transport.arena import Arena
 from nccl_stream.transport.layout import SMALL_BYTES, SlotLayout
 from nccl_stream.transport.link import HostBytes
 from tests.gpu.test_nccl_link import SHARES_A_GPU
 from tests.gpu.test_stream import open_stream, run_ranks
 from tests.unit.test_device_staging import bytes_of, some_tensor
+from tests.unit.test_nccl_store import target_store
 
 pytestmark = [
     pytest.mark.gpu,
@@ -332,6 +334,27 @@ def test_next_forward_does_not_wait_for_the_copy_of_donated_features():
         kept[0].features()
         memory.free(kept.pop())
     assert times[True] < 0.5 * times[False], times
+    assert memory.close(WAIT_S)
+
+
+def test_retained_pieces_beyond_the_window_wait_in_page_locked_memory():
+    config = StreamConfig(staging="pinned", max_bytes=32 * MIB, max_sample_bytes=8 * MIB)
+    memory = make_sample_memory(config, GPU)
+    whole = make_whole(6 * PIECE)
+    there = {name: tensor.to(GPU) for name, tensor in whole.items()}
+    with target_store(memory=memory) as store:
+        writer = StreamHarness(store).open("s", window=2, retain=True)
+        for number in range(6):
+            writer.append(cut(there, number * PIECE, (number + 1) * PIECE))
+            writer._sample.stream.freed = number + 1  # as if its draft had read it
+        for number, piece in writer._sample.pieces.items():
+            buffer = piece.memory.buffer
+            assert buffer.is_cuda if number < 3 else buffer.is_pinned()
+            for name, expected in cut(whole, number * PIECE, (number + 1) * PIECE).items():
+                assert torch.equal(piece.layout.views(buffer)[name].cpu(), expected), (number, name)
+        assert memory.used_bytes["host"] > 0
+        assert store.discard(writer.ref)
+        assert memory.used_bytes == {"device": 0, "host": 0}
     assert memory.close(WAIT_S)
 
 

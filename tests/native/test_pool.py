@@ -68,8 +68,9 @@ class Waiter(threading.Thread):
 
 
 def test_reserve_many_threads_never_share_memory_and_all_comes_back() -> None:
-    threads, rounds, capacity = 200, 25, 1 << 20
+    threads, rounds, capacity = 2000, 4, 1 << 20
     failures: list[BaseException] = []
+    together = threading.Barrier(threads)
     # Half of them use up what the others wait for, so that waits, frees and merges run into each other.
     with PinnedPool(capacity, alignment=64, pin=False) as pool:
 
@@ -81,6 +82,7 @@ def test_reserve_many_threads_never_share_memory_and_all_comes_back() -> None:
             rng = random.Random(seed)
             held: list[PoolSlot] = []
             try:
+                together.wait(PATIENCE_S)
                 for _ in range(rounds):
                     with contextlib.suppress(CapacityError):
                         slot = pool.reserve(

@@ -4,10 +4,11 @@ import json
 import random
 from collections import Counter, deque
 from dataclasses import replace
+from types import SimpleNamespace
 
 import torch
 
-from nccl_stream.config import StreamConfig
+from nccl_stream.config import LONGEST_S, StreamConfig
 from nccl_stream.coordination.kv import dump_json, load_json
 from nccl_stream.coordination.mailbox import Mailbox
 from nccl_stream.coordination.membership import Gone, Member
@@ -17,8 +18,8 @@ from nccl_stream.ranks.draft_queue import DraftQueue, PaddingLease
 from nccl_stream.ranks.draft_side import DraftSide
 from nccl_stream.ranks.target_side import TargetSide
 from nccl_stream.stores.nccl import NcclFeatureStore
+from nccl_stream.stores.preallocated import make_sample_memory
 from nccl_stream.stores.residency import Residency
-from nccl_stream.stores.staged import make_sample_memory
 from nccl_stream.testing.clock import FakeClock
 from nccl_stream.transport.arena import Arena
 from tests.property.simulation import Ends
@@ -56,6 +57,9 @@ class Documents:
         self.set(key, desired)
         return True
 
+    def exists(self, keys):
+        return all(key in self.values for key in keys)
+
     def delete(self, key):
         self.values.pop(key, None)
 
@@ -72,6 +76,7 @@ class Rank:
         self.woken = True
         self.state = "up"  # up, leaving, left, dead
         self.kind = ("left", "")
+        self.shape = SimpleNamespace(one_launch=True)
 
     # -- what a side asks of its node --------------------------------------------------------------------------------
 
@@ -81,6 +86,9 @@ class Rank:
 
     def wake(self):
         self.woken = True
+
+    def member(self, inc):
+        return self.view.get(inc)
 
     def members(self):
         return list(self.view.values())
@@ -96,6 +104,9 @@ class Rank:
         self.side.on_tick(self.world.documents)
         for peer, text in packets:
             self.world.push(peer, text)
+
+    def publish_status(self):
+        self.world.documents.set(f"status/{self.inc}", self.side.status())
 
     def pop(self):
         packet = load_json(self.world.take(self.inbox))
@@ -120,6 +131,7 @@ class Rank:
     def depart(self):
         self.tick()  # what that posts is pushed before it goes, as the node does
         self.tick()
+        self.publish_status()
         self.state = "left"
         self.world.goes(self, Gone(*self.kind, self.inc))
 
@@ -366,7 +378,7 @@ class World:
             assignment="static" if static else "demand",
             end=end,
             batch_size=batch,
-            lease=1e9,
+            lease=LONGEST_S,
             announce_window=self.rng.randint(1, 4),
             chunk_bytes=CHUNK,
             max_failures=budget,
@@ -486,6 +498,7 @@ class World:
         self.clock.now += 1.0
         for rank in self.living():
             rank.woken = True
+            rank.publish_status()
 
     def living(self):
         return [rank for rank in self.ranks.values() if rank.state in ("up", "leaving")]
@@ -550,10 +563,16 @@ class World:
             document = self.documents.get(f"obituary/{rank.inc}")
             if document is None:
                 continue
-            parts = [document[name] for name in ("acked", "dropped", "dead", "held", "lost")]
-            assert document["put"] == sum(parts), document
-            acked = {sid for draft in drafts for owner, sid in draft.acked if owner == rank.inc}
-            assert not acked & set(document["lost_ids"]), "reported as lost, though a survivor has acked it"
+            if rank.role == "draft":  # it held samples of dead targets, whose books count them as held
+                assert document["lost"] == len(document["lost_ids"]) > 0
+                assert not any(document[name] for name in ("put", "acked", "dropped", "dead", "held"))
+                owners = {target for target in self.ranks if self.ranks[target].state == "dead"}
+            else:
+                parts = [document[name] for name in ("acked", "dropped", "dead", "held", "lost")]
+                assert document["put"] == sum(parts), document
+                owners = {rank.inc}
+            acked = [{sid for draft in drafts for by, sid in draft.acked if by == owner} for owner in owners]
+            assert not set.intersection(*acked) & set(document["lost_ids"]), "reported as lost, though it was acked"
 
 
 class _Always:

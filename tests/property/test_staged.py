@@ -19,14 +19,8 @@ from nccl_stream.device_staging import DeviceStager
 from nccl_stream.errors import ConfigError, DeviceError, MisuseError
 from nccl_stream.refs import FeatureSpec
 from nccl_stream.staging import Stager, open_stager
-from nccl_stream.stores.staged import (
-    Placement,
-    SampleMemory,
-    _host_arena,
-    _small_ranges,
-    arena_bytes,
-    make_sample_memory,
-)
+from nccl_stream.stores.preallocated import _host_arena, arena_bytes, make_sample_memory
+from nccl_stream.stores.staged import Placement, SampleMemory, _small_ranges
 from nccl_stream.transport.arena import Arena
 from nccl_stream.transport.layout import HEADER_BYTES, SMALL_BYTES, SlotLayout
 
@@ -249,7 +243,7 @@ def test_sample_without_a_slot_is_reported_once(caplog):
     machine = Machine("pinned", samples=1)
     for n in range(4):
         machine.put(str(n), {"x": torch.zeros(2 * SMALL_BYTES, dtype=torch.uint8)})
-    assert [record.args[2] for record in caplog.records if "memory of its own" in record.message] == ["1"]
+    assert [record.args[2] for record in caplog.records if "memory of its own" in record.message] == ["sample 1"]
 
 
 def test_host_that_page_locks_nothing_is_reported_with_the_setting_that_helps(monkeypatch):

@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 
-transformers = pytest.importorskip("transformers")
-
-LAUNCH = Path(__file__).parents[2] / "launch"
-sys.path.insert(0, str(LAUNCH))
+sys.path.insert(0, str(Path(__file__).parents[2] / "launch"))
 
 from _target import Target
 from _text import ByteTokenizer
+
+transformers = pytest.importorskip("transformers")
 
 
 def model(num_layers: int) -> transformers.LlamaForCausalLM:

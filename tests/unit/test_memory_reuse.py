@@ -64,7 +64,7 @@ def test_pieces_are_written_behind_the_reads_of_the_sample_that_was_there(store,
     writer = StreamHarness(store).open("second", window=2)
     writer.append(make_whole(PIECE))
     sample = writer._sample
-    _, slot = sample.take(1, 1)
-    sample.wait_release(slot, stream)
+    memory = sample.take(1, 1)
+    sample.wait_release(memory, stream)
     assert stream.waits == FakeEvent.log != []
-    slot.settle()
+    memory.settle()

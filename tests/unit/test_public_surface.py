@@ -13,7 +13,7 @@ import nccl_stream
 
 # Packages that only hold modules.
 PLAIN_PACKAGES = {
-    f"nccl_stream.{name}" for name in ("coordination", "interop", "ranks", "stores", "streamed", "testing", "transport")
+    f"nccl_stream.{name}" for name in ("coordination", "interop", "ranks", "streamed", "testing", "transport")
 }
 
 

@@ -668,10 +668,12 @@ def test_close_with_delete_unread_spares_what_another_instance_put_under_the_id_
     assert int(consume(other, again)["input_ids"][0, 0]) == 2
 
 
-def test_close_during_a_put_leaves_no_file(tmp_path, monkeypatch):
+@pytest.mark.parametrize("step", ["link", "watch"])
+def test_close_during_a_put_leaves_no_file(tmp_path, monkeypatch, step):
     store = SharedDirFeatureStore(str(tmp_path))
-    gate = Gate(os.link)
-    monkeypatch.setattr(os, "link", gate)
+    owner, name = (os, "link") if step == "link" else (store._outstanding, "add")
+    gate = Gate(getattr(owner, name))
+    monkeypatch.setattr(owner, name, gate)
     errors = []
 
     def run():

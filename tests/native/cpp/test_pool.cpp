@@ -1,6 +1,7 @@
 #include "host/pool.hpp"
 
 #include <atomic>
+#include <cstdlib>
 #include <map>
 #include <random>
 #include <stdexcept>
@@ -183,17 +184,20 @@ TEST(many_threads_share_a_small_pool_without_sharing_memory) {
     Pool pool(kCapacity, 64);
     std::vector<unsigned char> memory(kCapacity);  // a range that two threads hold would be a data race here
     std::vector<std::thread> threads;
-    for (unsigned seed = 0; seed < 64; ++seed) {
+    const char* wanted = std::getenv("NCCL_STREAM_TEST_THREADS");  // valgrind runs one at a time, and slowly
+    const unsigned num_threads = wanted == nullptr ? 2000 : static_cast<unsigned>(std::atoi(wanted));
+    constexpr int kRounds = 10;
+    for (unsigned seed = 0; seed < num_threads; ++seed) {
         threads.emplace_back([&, seed] {
             std::mt19937 random(seed);
-            for (int round = 0; round < 60; ++round) {
+            const auto mark = static_cast<unsigned char>(seed);
+            for (int round = 0; round < kRounds; ++round) {
                 Slot slot;
                 const std::uint64_t nbytes = random() % (kCapacity / 4) + 1;
                 CHECK(pool.reserve(nbytes, random() % 2 ? 64 : 1024, kPatience, slot) == ReserveStatus::kOk);
-                std::fill_n(memory.begin() + static_cast<long>(slot.offset), slot.nbytes,
-                            static_cast<unsigned char>(seed));
+                std::fill_n(memory.begin() + static_cast<long>(slot.offset), slot.nbytes, mark);
                 std::this_thread::yield();
-                CHECK(memory[slot.offset] == seed && memory[slot.offset + slot.nbytes - 1] == seed);
+                CHECK(memory[slot.offset] == mark && memory[slot.offset + slot.nbytes - 1] == mark);
                 CHECK(pool.free(slot) == FreeStatus::kOk);
             }
         });
@@ -201,7 +205,7 @@ TEST(many_threads_share_a_small_pool_without_sharing_memory) {
     for (std::thread& thread : threads) {
         thread.join();
     }
-    CHECK(is_whole(pool) && pool.statistics().reserved == 64 * 60 && pool.statistics().waiting == 0);
+    CHECK(is_whole(pool) && pool.statistics().reserved == num_threads * kRounds && pool.statistics().waiting == 0);
 }
 
 RUN_TESTS()
