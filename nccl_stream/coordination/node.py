@@ -522,6 +522,9 @@ class Node:
                 if member.gone is not None:
                     self._mail.forget(member.inc)
             self._cond.notify_all()
+        if self._state == "up" and any(member.inc == self.inc for member in lost):
+            # First of all: what the others did since is for those who still belong to them.
+            raise FencedError("this process was declared dead by its peers; restart it to go on")
         for member in sorted(joined, key=lambda member: member.gone is not None):
             if member.inc == self.inc:
                 continue
@@ -537,8 +540,6 @@ class Node:
                 self._cond.notify_all()
         for member in lost:
             if member.inc == self.inc:
-                if self._state == "up":
-                    raise FencedError("this process was declared dead by its peers; restart it to go on")
                 continue
             level = logging.INFO if member.gone is not None and member.gone.kind == "left" else logging.WARNING
             logger.log(level, "%s: %s is gone: %s", self.inc, member.label, member.gone)
