@@ -30,8 +30,8 @@ check "ruff check" "$bin/ruff" check .
 check "ruff format" "$bin/ruff" format --check .
 check "mypy" "$bin/mypy"
 check "lint-imports" "$bin/lint-imports" --no-logo
-# Two at a time: most tests wait for other processes. A module's tests stay together, with what they share.
-check "pytest" "$bin/python" -m pytest --numprocesses 2 --dist loadfile "$@"
+# Two at a time: most tests wait for other processes.
+check "pytest" "$bin/python" -m pytest --numprocesses 2 --dist worksteal --durations 15 "$@"
 
 if ((${#failed[@]})); then
     printf '== %d of 5 checks failed:' "${#failed[@]}"
