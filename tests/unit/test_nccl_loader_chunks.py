@@ -53,7 +53,9 @@ class World(Producers):
                 break
             time.sleep(0.02)
         assert found == {**dict.fromkeys(found, 0), **expected}
-        assert self.target.store.health().resident_bytes == 0
+        while self.target.store.health().resident_bytes:
+            assert time.monotonic() < deadline, self.target._side.resident_ids()
+            time.sleep(0.02)
         arena = self.draft._arena
         while arena.free_bytes != arena.capacity_bytes:
             assert time.monotonic() < deadline, arena.holders()

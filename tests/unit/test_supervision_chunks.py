@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from nccl_stream import FeatureAlgorithm, FeatureDataLoader, LocalFeatureStore, SampleRefQueue
 from nccl_stream.chunk_policy import LeftContextChunkPolicy
-from nccl_stream.errors import ConfigError
+from nccl_stream.errors import ConfigError, StreamLostError
 from nccl_stream.schema import FRAME_ATTRIBUTE, NORM_ATTRIBUTE
 from nccl_stream.streamed.writer import SequenceWriter, open_specs
 from nccl_stream.target_head import TargetHead
@@ -50,7 +51,8 @@ def batches(algorithm: FeatureAlgorithm, given: dict[str, torch.Tensor], frame: 
     queue.close()
 
     def write() -> None:
-        with SequenceWriter(writer) as sequence:
+        # Whoever takes no more batches ends the sample, maybe before all of it is written.
+        with contextlib.suppress(StreamLostError), SequenceWriter(writer) as sequence:
             sequence.extend(given)
 
     thread = threading.Thread(target=write, daemon=True)
