@@ -148,22 +148,18 @@ class Links:
 
     def send(self, inc: str, gen: int, token: object, buffers: Sequence[torch.Tensor | HostBytes]) -> bool:
         """Queue a transfer to the peer; False when that link is no longer there."""
-        channel = self._channel(inc, gen)
-        if channel is None:
-            return False
-        try:
-            channel.send(token, buffers)
-        except ClosedError:
-            return False
-        return True
+        return self._queue(inc, gen, lambda channel: channel.send(token, buffers))
 
     def recv(self, inc: str, gen: int, token: object, buffers: list[torch.Tensor]) -> bool:
         """Queue a transfer from the peer; False when that link is no longer there."""
+        return self._queue(inc, gen, lambda channel: channel.recv(token, buffers))
+
+    def _queue(self, inc: str, gen: int, transfer: Callable[[Channel], object]) -> bool:
         channel = self._channel(inc, gen)
         if channel is None:
             return False
         try:
-            channel.recv(token, buffers)
+            transfer(channel)
         except ClosedError:
             return False
         return True
