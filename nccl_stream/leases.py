@@ -203,11 +203,6 @@ class LeaseTable:
         return len(self._leased)
 
     @property
-    def dead_count(self) -> int:
-        """Dead letters held."""
-        return len(self._dead)
-
-    @property
     def dead_samples(self) -> int:
         """Dead letters held whose sample is still in the store."""
         return self._dead_samples

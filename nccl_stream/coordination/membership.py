@@ -18,7 +18,7 @@ from typing import Any
 from nccl_stream.coordination.kv import ControlStore
 from nccl_stream.errors import ConfigError, MembershipError, WireFormatError
 
-__all__ = ["Gone", "Identity", "Member", "Membership", "RunShape", "Timing"]
+__all__ = ["Gone", "Identity", "Member", "Membership", "RunShape", "Timing", "read_refusal"]
 
 logger = logging.getLogger(__name__)
 
@@ -155,6 +155,14 @@ def _parse_gone(value: Any) -> Gone | None:
     ):
         return Gone(value["kind"], value["reason"][:2000], value["by"][:256])
     raise WireFormatError("damaged tombstone")
+
+
+def read_refusal(documents: ControlStore) -> str | None:
+    """Why a rank could not join, when one wrote that down."""
+    value = documents.get("refused")
+    if type(value) is dict and type(value.get("reason")) is str:
+        return str(value["reason"])[:2000]
+    return None
 
 
 class Membership:
@@ -495,13 +503,6 @@ class Membership:
             seen.add(member.inc)
             chain.append(member)
         return chain[::-1]
-
-    def refusal(self) -> str | None:
-        """Why a rank could not join, when one wrote that down."""
-        value = self._get("refused")
-        if type(value) is dict and type(value.get("reason")) is str:
-            return str(value["reason"])[:2000]
-        return None
 
     def declare_over(self) -> None:
         """Nobody may join this epoch any more."""

@@ -20,7 +20,7 @@ from torch.distributed.distributed_c10d import Store
 
 from nccl_stream.coordination.kv import ControlStore, dump_json, load_json
 from nccl_stream.coordination.mailbox import Mailbox
-from nccl_stream.coordination.membership import Gone, Identity, Member, Membership, RunShape, Timing
+from nccl_stream.coordination.membership import Gone, Identity, Member, Membership, RunShape, Timing, read_refusal
 from nccl_stream.coordination.messages import GoneNotice, Hello, Message, decode_message, encode_message
 from nccl_stream.errors import (
     ControlStoreError,
@@ -195,9 +195,9 @@ class Node:
 
     @staticmethod
     def _raise_if_refused(documents: ControlStore) -> None:
-        refused = documents.get("refused")
-        if type(refused) is dict and type(refused.get("reason")) is str:
-            raise MembershipError(f"the run cannot be formed: {refused['reason'][:2000]}")
+        refusal = read_refusal(documents)
+        if refusal is not None:
+            raise MembershipError(f"the run cannot be formed: {refusal}")
 
     def raise_if_fatal(self) -> None:
         """Raise the error that ended this node, if one did."""

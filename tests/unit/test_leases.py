@@ -30,7 +30,7 @@ def test_outcomes_tell_what_happened(table):
     assert table.fail(lease) is FailOutcome.REQUEUED
     assert table.fail(lease) is FailOutcome.STALE
     assert table.fail(table.acquire()) is FailOutcome.DEAD
-    assert table.dead_count == 1
+    assert len(table.dead_letters()) == 1
     assert table.dead_bytes == make_ref("a").estimated_bytes
 
 

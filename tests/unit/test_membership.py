@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import pytest
 
 from nccl_stream.coordination.kv import ControlStore, tcp_store
-from nccl_stream.coordination.membership import Identity, Membership, RunShape, Timing
+from nccl_stream.coordination.membership import Identity, Membership, RunShape, Timing, read_refusal
 from nccl_stream.errors import ConfigError, MembershipError, WireFormatError
 from nccl_stream.testing.clock import FakeClock
 
@@ -246,7 +246,7 @@ def test_disagreement_is_refused_by_name_and_written_down(raw, kwargs, name):
     founder.join()
     with beating(raw, founder), pytest.raises(ConfigError, match=name):
         member(raw, "draft", 0, **kwargs).join()
-    assert name in founder.refusal()
+    assert name in read_refusal(founder.documents)
 
 
 def test_refusal_is_taken_back_by_the_rank_that_comes_with_the_right_values(raw):
@@ -256,9 +256,9 @@ def test_refusal_is_taken_back_by_the_rank_that_comes_with_the_right_values(raw)
         with pytest.raises(ConfigError):
             member(raw, "draft", 0, num_drafts=3).join()
         member(raw, "draft", 1).join()
-        assert "num_drafts" in founder.refusal(), "another rank has nothing to do with it"
+        assert "num_drafts" in read_refusal(founder.documents), "another rank has nothing to do with it"
         member(raw, "draft", 0).join()
-    assert founder.refusal() is None
+    assert read_refusal(founder.documents) is None
 
 
 def test_predecessors_are_known_to_who_never_saw_them_and_end_at_one_that_is_known(raw):
